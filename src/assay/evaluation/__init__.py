@@ -1,0 +1,5 @@
+"""Benchmarks and judges for models."""
+
+from assay._lazy import attach_area
+
+__getattr__, __dir__, __all__ = attach_area(__name__)

@@ -1,0 +1,5 @@
+"""Generative models of images, motion, meshes and scenes."""
+
+from assay._lazy import attach_area
+
+__getattr__, __dir__, __all__ = attach_area(__name__)

@@ -1,0 +1,5 @@
+"""Language-model architectures and what they learn."""
+
+from assay._lazy import attach_area
+
+__getattr__, __dir__, __all__ = attach_area(__name__)

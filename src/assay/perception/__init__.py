@@ -1,0 +1,5 @@
+"""Classification, imaging and audio-visual recognition."""
+
+from assay._lazy import attach_area
+
+__getattr__, __dir__, __all__ = attach_area(__name__)

@@ -1,0 +1,5 @@
+"""Private, federated and protected learning."""
+
+from assay._lazy import attach_area
+
+__getattr__, __dir__, __all__ = attach_area(__name__)

@@ -1,0 +1,5 @@
+"""Robustness to attack, shift and poisoned data."""
+
+from assay._lazy import attach_area
+
+__getattr__, __dir__, __all__ = attach_area(__name__)
