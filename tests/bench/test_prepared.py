@@ -33,7 +33,7 @@ def test_only_fields_that_were_read_make_it_anew(store):
 
     def make(config):
         made.append(config.width)
-        return [config.width] * 3
+        return [config.width] * 3, {}
 
     for config, expected in [
         (Example(), [2, 2, 2]),
@@ -54,26 +54,33 @@ class Bomb:
 
 
 def test_an_entry_it_did_not_write_is_not_read(store):
-    store.get("name", Example(), lambda c: c.width)
+    store.get("name", Example(), lambda c: (c.width, {}))
     (entry,) = store.folder.glob("*.pickle")
     payload = pickle.dumps(Bomb())
     for forged in (payload, entry.read_bytes()[:32] + payload, b"", b"x" * 10):
         entry.write_bytes(forged)
         assert store.find("name", Example()) is None
     assert not Bomb.exploded
-    assert store.get("name", Example(), lambda c: c.width) == (2, "")  # made again and kept again
+    assert store.get("name", Example(), lambda c: (c.width, {})) == (2, "")  # made again and kept again
     assert pickle.loads(store.find("name", Example())) == 2
 
 
 def test_what_cannot_be_kept_is_used_and_said(store):
-    value, note = store.get("name", Example(), lambda c: threading.Lock())
+    value, note = store.get("name", Example(), lambda c: (threading.Lock(), {}))
     assert value is not None
     assert "cannot be kept" in note
     assert not list(store.folder.glob("*")) if store.folder.exists() else True
 
 
 def test_a_half_written_index_is_no_entry(store):
-    store.get("name", Example(), lambda c: c.width)
+    store.get("name", Example(), lambda c: (c.width, {}))
     (index,) = store.folder.glob("*.json")
     index.write_text("{")
     assert store.find("name", Example()) is None
+
+
+def test_what_was_noted_while_making_it_is_kept_beside_it(store):
+    store.get("name", Example(), lambda c: (c.width, {"seconds": 1.5}))
+    assert store.about("name", Example(lr=9.0)) == {"seconds": 1.5}
+    assert store.about("name", Example(width=3)) == {}
+    assert store.about("other", Example()) == {}

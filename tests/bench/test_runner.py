@@ -35,6 +35,7 @@ def test_tunes_runs_judges_and_keeps(toy, records, tmp_path):
     assert result["claims"][0]["mean"] == pytest.approx(0.25, abs=0.02)
     assert result["arms"]["one"]["replicates"]["1"]["curves"]["loss"][0] == [0, 1, 2, 3, 4]
     assert not failed(result)
+    assert result["prepare"]["1"]["curves"] == {"prepared": [[0], [1]]}
     # 2 leaders × 3 rates on the tuning replicate, then 3 arms × 2 seeds; prepare once a replicate
     assert len(marks(tmp_path / "marks", "trial")) == 6 + 6
     assert marks(tmp_path / "marks", "prepare") == ["prepare-0", "prepare-1", "prepare-1000"]

@@ -46,6 +46,7 @@ def mark(config, name):
 
 def prepare(config, log) -> Case:
     mark(config, f"prepare-{log.replicate}")
+    log.metric("prepared", float(log.seed), 0)
     return Case(torch.randn(config.n))
 
 

@@ -12,7 +12,7 @@ def estimate(reference: dict[str, Any] | None) -> float | None:
     """Seconds that the reference run would take on this machine; None where that is not known."""
     if not reference or not reference["machine"].get("speed"):
         return None
-    return reference["trial_seconds"] * reference["machine"]["speed"] / speed()
+    return reference["work_seconds"] * reference["machine"]["speed"] / speed()
 
 
 def speed() -> float:

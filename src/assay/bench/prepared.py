@@ -14,7 +14,7 @@ import pickle
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,27 +65,25 @@ class PreparedStore:
 
     def find(self, name: str, config: Config) -> bytes | None:
         """The pickle kept for this config, if there is one that this program wrote."""
-        values = config.model_dump(mode="json")
-        for index in sorted(self.folder.glob(f"{name}-*.json")):
-            try:
-                wanted = json.loads(index.read_text())
-            except (OSError, json.JSONDecodeError):
-                continue
-            if all(values.get(field, _ABSENT) == value for field, value in wanted.items()):
-                payload = _signed_payload(index.with_suffix(".pickle"))
-                if payload is not None:
-                    return payload
+        for index, _ in self._entries(name, config):
+            payload = _signed_payload(index.with_suffix(".pickle"))
+            if payload is not None:
+                return payload
         return None
 
-    def keep(self, name: str, config: Config, read: set[str], payload: bytes) -> None:
-        """Keeps a pickle under the fields that were read while it was made."""
+    def about(self, name: str, config: Config) -> dict[str, Any]:
+        """What was noted when the entry for this config was made: its curves, notes and seconds."""
+        return next((entry["about"] for _, entry in self._entries(name, config)), {})
+
+    def keep(self, name: str, config: Config, read: set[str], payload: bytes, about: dict[str, Any]) -> None:
+        """Keeps a pickle under the fields that were read while it was made, with what was noted of its making."""
         fields = {field: dumped for field, dumped in config.model_dump(mode="json").items() if field in read}
         stem = f"{name}-{digest(fields)}"
         self.folder.mkdir(parents=True, exist_ok=True)
         _write_atomically(self.folder / f"{stem}.pickle", _sign(payload) + payload)
-        _write_atomically(self.folder / f"{stem}.json", json.dumps(fields).encode())
+        _write_atomically(self.folder / f"{stem}.json", json.dumps({"fields": fields, "about": about}).encode())
 
-    def get(self, name: str, config: Config, make: Callable[[Config], Any]) -> tuple[Any, str]:
+    def get(self, name: str, config: Config, make: Callable[[Config], tuple[Any, dict[str, Any]]]) -> tuple[Any, str]:
         """What is kept, or what ``make`` makes, which is then kept; and why not, where it cannot be pickled."""
         payload = self.find(name, config)
         if payload is not None:
@@ -93,12 +91,23 @@ class PreparedStore:
             with contextlib.suppress(Exception):
                 return pickle.loads(payload), ""
         twin, read = recording(config)
-        value = make(twin)
+        value, about = make(twin)
         try:
-            self.keep(name, config, read, cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+            self.keep(name, config, read, cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), about)
         except Exception as error:  # whatever a study returned: not being able to keep it must not end the run
             return value, f"what prepare returned cannot be kept ({type(error).__name__}: {error}); it is made again next time"
         return value, ""
+
+    def _entries(self, name: str, config: Config) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Index files, with their content, of the entries whose fields this config agrees with."""
+        values = config.model_dump(mode="json")
+        for index in sorted(self.folder.glob(f"{name}-*.json")):
+            try:
+                entry = json.loads(index.read_text())
+            except (OSError, json.JSONDecodeError):
+                continue
+            if all(values.get(field, _ABSENT) == value for field, value in entry["fields"].items()):
+                yield index, entry
 
 
 _ABSENT = object()

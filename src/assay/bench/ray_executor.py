@@ -122,30 +122,32 @@ class OnRay:
                 for task in group:
                     yield task, replace(outcome)
             else:
-                job.prepared.keep(store_name(group), group[0].config, set(outcome), ray.get(value))
+                read, about = outcome
+                job.prepared.keep(store_name(group), group[0].config, read, ray.get(value), about)
                 for task in group:
                     submit_trial(task, value)
             begin(groups[1:])
 
 
 def _remote_prepare(shipped: bytes, packed: bytes) -> tuple[bytes, bytes]:
-    """What a replicate's arms share, and the config fields it depended on, or the failure."""
+    """What a replicate's arms share, and the config fields it read with what it noted; or the failure."""
     import traceback
 
     from .study import MissingExtra
 
     shipment, task = cloudpickle.loads(shipped), cloudpickle.loads(packed)
     config, read = recording(task.config)
-    value, outcome = b"", None
+    value: bytes = b""
+    outcome: Any = None
     try:
-        made = run_prepare(shipment.study, task.replicate, config, scale=shipment.scale, device=shipment.device)
-        value = cloudpickle.dumps(made)
+        made, about = run_prepare(shipment.study, task.replicate, config, scale=shipment.scale, device=shipment.device)
+        value, outcome = cloudpickle.dumps(made), (read, about)
     except MissingExtra as gap:
         outcome = TrialResult(Status.SKIPPED, error=str(gap))
     except Exception as error:
         message = f"prepare failed: {type(error).__name__}: {error}"
         outcome = TrialResult(Status.FAILED, error=message, trace=traceback.format_exc())
-    return value, cloudpickle.dumps(outcome or sorted(read))
+    return value, cloudpickle.dumps(outcome)
 
 
 def _remote_trial(shipped: bytes, packed: bytes, shared: bytes | None) -> bytes:

@@ -130,7 +130,10 @@ class Records:
         return self._retry(lambda: self._client.create_run(experiment, run_name=name, tags=tags)).info.run_id
 
     def _search(self, study: str, wanted: str) -> list[Any]:
-        experiment = self._experiment(study)
+        found = self._retry(lambda: self._client.get_experiment_by_name(study))
+        if found is None:
+            return []
+        experiment = found.experiment_id
         runs: list[Any] = []
         token = None
         while True:

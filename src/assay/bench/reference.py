@@ -9,6 +9,7 @@ def save(folder: Path, result: dict[str, Any], figures: dict[str, bytes]) -> Non
     """Writes ``result.json`` and the study's figures beside the method and fills its page's tables from them."""
     from .report import fill_readme
 
+    fill_readme(folder / "README.md", result)  # refuses a page without markers before anything is written
     (folder / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for old in folder.glob("result*.svg"):
         old.unlink()

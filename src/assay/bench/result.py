@@ -22,6 +22,7 @@ def build_result(
     job: "Job",
     names: list[str],
     done: list[tuple[Task, TrialResult]],
+    tuned: list[tuple[Task, TrialResult]],
     tuning: dict[str, Any],
     seconds: float,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -30,8 +31,9 @@ def build_result(
     Returns:
         The result, and figures by file name. The result holds ``study, scale, config, overrides, replicates``;
         ``arms: {arm: {tuned, replicates: {name: {status, metrics, curves, seconds, peak_mb, error, trace, notes}}}}``;
-        ``tune``; ``gates`` and ``claims`` as ``{text, verdict, values, mean, interval, bound, published, reason}``;
-        ``machine``, ``date``, ``seconds``, ``peak_mb``.
+        ``prepare: {replicate: {curves, notes, seconds}}``; ``tune``; ``gates`` and ``claims`` as
+        ``{text, verdict, values, mean, interval, bound, published, reason}``;
+        ``machine``, ``date``, ``seconds`` of this run, ``work_seconds`` of all trials and preparations, ``peak_mb``.
     """
     from .runner import machine
 
@@ -65,11 +67,13 @@ def build_result(
         "scale": job.scale,
         "config": job.config.model_dump(mode="json"),
         "overrides": dict(job.overrides),
+        "only": list(job.only),
         "case": job.case_path,
         "extra_arms": dict(job.extra_arms),
         "replicates": names,
         "compare": list(study.compare),
         "arms": {name: arms[name] for name in job.arms if name in arms},
+        "prepare": (prepared := _prepare_records(job, names)),
         "tune": _tuning_record(job, tuning),
         "gates": [_finding_record(finding) for finding in gates],
         "claims": [_finding_record(finding) for finding in claims],
@@ -79,7 +83,12 @@ def build_result(
         "device": job.device,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "seconds": round(seconds, 1),
-        "trial_seconds": round(sum(result.seconds for _, result in done), 1),
+        "work_seconds": round(
+            sum(result.seconds for _, result in done)
+            + sum(result.seconds for _, result in tuned)
+            + sum(record["seconds"] for record in prepared.values()),
+            1,
+        ),
         "peak_mb": round(max((result.peak_mb for _, result in done), default=0)),
     }
     return _plain(record), figures
@@ -127,6 +136,22 @@ def _trial_record(result: TrialResult) -> dict[str, Any]:
     if result.notes:
         record["notes"] = result.notes
     return record
+
+
+def _prepare_records(job: "Job", names: list[str]) -> dict[str, Any]:
+    """What ``prepare`` noted on each replicate: how the shared model trained, for one."""
+    if job.study.prepare is None:
+        return {}
+    noted = {name: job.prepared.about(job.prepared.name(job.study, name, job.scale, job.device), job.config) for name in names}
+    return {
+        name: {
+            "curves": {label: _thinned(*curve) for label, curve in about["curves"].items()},
+            "notes": about["notes"],
+            "seconds": round(about["seconds"], 2),
+        }
+        for name, about in noted.items()
+        if about
+    }
 
 
 def _finding_record(finding: Finding) -> dict[str, Any]:

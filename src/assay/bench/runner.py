@@ -115,7 +115,7 @@ def prepare_here(job: Job, replicate: str, config: Config) -> tuple[Any, TrialRe
 
     from .study import MissingExtra
 
-    def make(recorded: Config) -> Any:
+    def make(recorded: Config) -> tuple[Any, dict[str, Any]]:
         return run_prepare(job.study, replicate, recorded, scale=job.scale, device=job.device, progress=job.display.progress)
 
     name = job.prepared.name(job.study, replicate, job.scale, job.device)
@@ -179,10 +179,10 @@ def run(job: Job, executor: Executor | None = None) -> dict[str, Any]:
     job.display.plan(f"{job.name} · {job.scale}", arms, len(grid_tasks) + len(arms) * len(names))
 
     tuning: dict[str, Any] = {}
+    tuned = _run_all(grid_tasks, job, executor, stored)
     if tune:
-        done = _run_all(grid_tasks, job, executor, stored)
         for arm in leaders:
-            results = {task.config: result for task, result in done if task.arm == arm}
+            results = {task.config: result for task, result in tuned if task.arm == arm}
             scores = {
                 value: results[job.config.model_copy(update={tune.field: value})].metrics.get(tune.select)
                 for value in tune.grid
@@ -208,7 +208,7 @@ def run(job: Job, executor: Executor | None = None) -> dict[str, Any]:
     for task, failure in lost:
         job.display.finished(task, failure, reused=False)
     done = lost + _run_all(tasks, job, executor, stored)
-    result, figures = build_result(job, names, done, tuning if tune else {}, time.perf_counter() - started)
+    result, figures = build_result(job, names, done, tuned, tuning, time.perf_counter() - started)
     job.records.save_result(job.name, result, figures)
     return result
 

@@ -98,12 +98,18 @@ def run_trial(
 
 def run_prepare(
     study: Study, replicate: str, config: Config, *, scale: str, device: str, progress: Progress | None = None
-) -> Any:
-    """Runs ``prepare`` for a replicate, seeded and with the trial's number of threads. Its errors are the caller's."""
+) -> tuple[Any, dict[str, Any]]:
+    """Runs ``prepare`` for a replicate, seeded and with the trial's number of threads. Its errors are the caller's.
+
+    Returns:
+        What it made, and what it noted on the way: ``curves``, ``notes``, ``seconds``.
+    """
     assert study.prepare is not None
     log = Log(seed=seed_of(replicate), replicate=replicate, scale=scale, device=device, progress=progress)
     _settle(config, log.seed)
-    return study.prepare(config, log)
+    started = time.perf_counter()
+    made = study.prepare(config, log)
+    return made, {"curves": log.curves, "notes": log.notes, "seconds": time.perf_counter() - started}
 
 
 def _settle(config: Config, seed: int) -> None:
