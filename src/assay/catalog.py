@@ -218,7 +218,10 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.write:
         asked.readme.write_text(wanted, encoding="utf-8")
     elif page != wanted:
-        print(f"{asked.readme}: the table of methods is out of date: python -m assay.catalog --write {asked.readme}", file=sys.stderr)
+        print(
+            f"{asked.readme}: the table of methods is out of date: python -m assay.catalog --write {asked.readme}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

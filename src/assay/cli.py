@@ -334,6 +334,8 @@ def models_pull(name: Annotated[str, typer.Argument(help="A model's name.")]) ->
     """
     from assay import models
 
+    if name not in (known := [model.name for model in models.available()]):
+        _usage(f"no model is called {name!r}; there are {', '.join(known)}")
     with _usage_errors():
         out.print(Text(f"{name}: {models.pull(name)}"))
 

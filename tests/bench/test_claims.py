@@ -53,6 +53,10 @@ def test_an_unmeasured_gate_is_closed():
     assert "not measured" in closed_gates([gate])
 
 
+def test_a_gate_that_applies_nowhere_is_open():
+    assert closed_gates([judge(Claim("only on images", lambda r: None, holds=at_least(1)), replicates(1.0))]) == ""
+
+
 def test_none_leaves_a_replicate_out():
     claim = Claim("odd ones", lambda r: r["arm"].x if r.seed % 2 else None, holds=at_most(3))
     finding = judge(claim, replicates(9.0, 1.0, 9.0, 2.0))

@@ -3,7 +3,7 @@
 from .claims import Claim, Finding, Outcome, Replicate, Verdict, above, at_least, at_most, below, between, steps_to
 from .config import Config, UsageError
 from .log import Log
-from .study import MissingExtra, Study, Tune, require
+from .study import MissingExtra, NotApplicable, Study, Tune, require
 
 __all__ = [
     "Claim",
@@ -11,6 +11,7 @@ __all__ = [
     "Finding",
     "Log",
     "MissingExtra",
+    "NotApplicable",
     "Outcome",
     "Replicate",
     "Study",

@@ -55,6 +55,9 @@ def between(low: float, high: float) -> Bound:
     return Bound(low, high)
 
 
+_NOWHERE = "applies to none of the replicates"
+
+
 class Verdict(StrEnum):
     """What a study found about a claim."""
 
@@ -184,7 +187,7 @@ def judge(claim: Claim, replicates: Iterable[Replicate], *, closed_gate: str = "
     if missing:
         reason = f"{len(missing)} of {len(missing) + len(values)} replicates not measured ({missing[0]})"
     elif not values:
-        reason = "applies to none of the replicates"
+        reason = _NOWHERE
     else:
         reason = closed_gate
     if claim.holds is None:
@@ -199,9 +202,9 @@ def judge(claim: Claim, replicates: Iterable[Replicate], *, closed_gate: str = "
 
 
 def closed_gates(gates: Iterable[Finding]) -> str:
-    """The first gate that was not met on every replicate, in words; empty when all are open."""
+    """The first gate that was not met on every replicate it applies to, in words; empty when all are open."""
     for gate in gates:
-        if gate.verdict is not Verdict.HOLDS:
+        if gate.verdict is not Verdict.HOLDS and gate.reason != _NOWHERE:
             seen = [", ".join(f"{value:.3g}" for value in gate.values.values()), gate.reason]
             return f"gate not met: {gate.text} (needs {gate.bound}, was {'; '.join(part for part in seen if part)})"
     return ""

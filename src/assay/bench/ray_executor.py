@@ -133,7 +133,7 @@ def _remote_prepare(shipped: bytes, packed: bytes) -> tuple[bytes, bytes]:
     """What a replicate's arms share, and the config fields it read with what it noted; or the failure."""
     import traceback
 
-    from .study import MissingExtra
+    from .study import NotApplicable
 
     shipment, task = cloudpickle.loads(shipped), cloudpickle.loads(packed)
     config, read = recording(task.config)
@@ -142,7 +142,7 @@ def _remote_prepare(shipped: bytes, packed: bytes) -> tuple[bytes, bytes]:
     try:
         made, about = run_prepare(shipment.study, task.replicate, config, scale=shipment.scale, device=shipment.device)
         value, outcome = cloudpickle.dumps(made), (read, about)
-    except MissingExtra as gap:
+    except NotApplicable as gap:
         outcome = TrialResult(Status.SKIPPED, error=str(gap))
     except Exception as error:
         message = f"prepare failed: {type(error).__name__}: {error}"

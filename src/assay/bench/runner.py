@@ -113,7 +113,7 @@ def prepare_here(job: Job, replicate: str, config: Config) -> tuple[Any, TrialRe
     """What the arms of a replicate share: stored or made now; or the failure that all of them share."""
     import traceback
 
-    from .study import MissingExtra
+    from .study import NotApplicable
 
     def make(recorded: Config) -> tuple[Any, dict[str, Any]]:
         return run_prepare(job.study, replicate, recorded, scale=job.scale, device=job.device, progress=job.display.progress)
@@ -124,7 +124,7 @@ def prepare_here(job: Job, replicate: str, config: Config) -> tuple[Any, TrialRe
         shared, note = job.prepared.get(name, config, make)
     except UsageError:
         raise
-    except MissingExtra as gap:
+    except NotApplicable as gap:
         return None, TrialResult(Status.SKIPPED, error=str(gap))
     except Exception as error:
         return None, TrialResult(

@@ -113,7 +113,11 @@ def seed_of(replicate: str) -> int:
     return int(replicate) if replicate.isdecimal() else zlib.crc32(replicate.encode())
 
 
-class MissingExtra(ImportError):
+class NotApplicable(Exception):
+    """An arm cannot be asked of this case (it needs something optional that is not there); the bench skips it."""
+
+
+class MissingExtra(NotApplicable, ImportError):
     """An arm needs a package that is not installed; the bench skips the arm and says how to get it."""
 
 

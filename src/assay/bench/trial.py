@@ -14,7 +14,7 @@ from typing import Any
 
 from .config import Config, UsageError
 from .log import Log, Progress, seed_everything
-from .study import MissingExtra, Study, seed_of
+from .study import NotApplicable, Study, seed_of
 
 
 class Status(StrEnum):
@@ -24,7 +24,7 @@ class Status(StrEnum):
     DIVERGED = "diverged"
     """A number it logged or returned was not finite."""
     SKIPPED = "skipped"
-    """It needs a package that is not installed."""
+    """It needs a package that is not installed, or does not apply to the case."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ def run_trial(
             metrics = _checked_metrics(study.trial(arm, shared, task.config, log))
         except UsageError:
             raise
-        except MissingExtra as gap:
+        except NotApplicable as gap:
             status, error = Status.SKIPPED, str(gap)
         except FloatingPointError as gap:
             status, error, trace = Status.DIVERGED, str(gap), traceback.format_exc()

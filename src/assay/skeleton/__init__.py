@@ -55,15 +55,17 @@ def find_checkout(start: Path) -> Path:
         UsageError: there is none.
     """
     for folder in [start.resolve(), *start.resolve().parents]:
-        project = folder / "pyproject.toml"
-        if project.exists() and (folder / "src" / "assay").is_dir():
-            if tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("name") == "assay":
-                return folder
+        if (folder / "src" / "assay").is_dir() and _project_name(folder / "pyproject.toml") == "assay":
+            return folder
     raise UsageError(
         f"{start} is not inside a checkout of assay: a new method goes into the source tree. Clone the repository, "
         "`pip install -e '.[dev]'` there, and run this in it. To add a study from a package of your own, use the entry point "
         f"{catalog.PLUGINS!r}."
     )
+
+
+def _project_name(file: Path) -> str:
+    return tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}).get("name", "") if file.exists() else ""
 
 
 def _check_names(path: str, area: str, slug: str) -> None:

@@ -1,0 +1,1 @@
+"""A package of its own whose study `assay` finds, lists, runs and reports."""

@@ -1,0 +1,54 @@
+"""Every study there is, at smoke scale: it runs, its claims can be evaluated, its paper scale is written out."""
+
+import json
+import os
+import time
+
+import pytest
+
+from assay import catalog
+from assay.bench.display import Quiet
+from assay.bench.loading import load_study
+from assay.bench.result import failed
+from assay.bench.runner import Job, run
+
+OWN = [method for method in catalog.methods().values() if method.module.startswith("assay.")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", OWN, ids=lambda method: method.slug)
+def test_smoke(method, records):
+    study = load_study(method)
+    started = time.perf_counter()
+    result = run(Job(method.slug, study, "smoke", study.scale("smoke"), records, Quiet()))
+    seconds = time.perf_counter() - started
+    assert not failed(result), failed(result)[0][2].get("trace")
+    if os.environ.get("CI"):
+        skipped = [
+            a for a, body in result["arms"].items() if any(r["status"] == "skipped" for r in body["replicates"].values())
+        ]
+        assert not skipped
+    # ten seconds on two free cores; tests share them
+    assert seconds < 25, f"smoke took {seconds:.0f} s"
+
+
+@pytest.mark.parametrize("method", OWN, ids=lambda method: method.slug)
+def test_paper_scale_is_written_out(method):
+    study = load_study(method)
+    assert study.paper.strip()
+    assert study.scale("paper") != study.scale("desk")
+
+
+@pytest.mark.parametrize("method", OWN, ids=lambda method: method.slug)
+def test_the_reference_is_a_whole_desk_run_of_this_study(method):
+    study = load_study(method)
+    reference = method.reference
+    assert reference is not None, f"assay run {method.slug} --save-reference"
+    assert reference["scale"] == "desk"
+    assert not failed(reference)
+    assert [c["text"] for c in reference["claims"]] == [c.text for c in study.claims]
+    assert [c["bound"] for c in reference["claims"]] == [str(c.holds) if c.holds else "" for c in study.claims]
+    assert list(reference["arms"]) == list(study.arms)
+    assert reference["config"] == json.loads(study.scale("desk").model_dump_json())
+    page = (method.folder / "README.md").read_text(encoding="utf-8")
+    assert all(c["text"] in page for c in reference["claims"])
