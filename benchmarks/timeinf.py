@@ -13,7 +13,7 @@ from assay.explain import TimeInf
 T = 20_000
 rng = np.random.default_rng(0)
 series = np.sin(np.arange(T) / 30) + 0.1 * rng.normal(size=T).cumsum() / 30 + 0.3 * rng.normal(size=T)
-longer = np.tile(series, 5) + 0.1 * rng.normal(size=5 * T)
+longer = np.tile(series, 10) + 0.1 * rng.normal(size=10 * T)
 
 
 def loop(m):
@@ -70,7 +70,7 @@ contests = [
         rounds=9,
     ),
     Contest(
-        "scores, 100 lags, 100,000 points",
+        "scores, 100 lags, 200,000 points",
         ours=lambda: TimeInf(100).fit(longer).decision_scores_,
         peer=whole_matrix,
         peer_name="QR of the whole lag matrix",

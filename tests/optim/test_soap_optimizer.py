@@ -337,3 +337,77 @@ def test_nothing_to_do_is_fine():
     assert not optimizer.state
     with pytest.raises(ValueError, match="no basis yet"):
         optimizer.basis(p)
+
+
+def small_run(steps=4, dtype=torch.float32, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(4, 4, generator=generator).to(dtype)) for _ in range(2)]
+    optimizer = SOAP(params, lr=1e-2, **options)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+def test_goes_on_after_a_parameter_is_dropped_or_its_state_reset():
+    params, optimizer = small_run()
+    dropped = optimizer.param_groups[0]["params"].pop()
+    optimizer.state.pop(dropped)
+    optimizer.step()
+    assert set(optimizer.state) == {params[0]}
+    params, optimizer = small_run()
+    optimizer.state.clear()
+    params[1].grad = None
+    before = params[0].detach().clone()
+    optimizer.step()  # measures its basis anew
+    optimizer.step()
+    assert not torch.equal(params[0], before)
+
+
+def test_a_step_under_autocast_is_the_step_without_it():
+    with torch.autocast("cpu", torch.bfloat16):
+        inside, _ = small_run(12, precondition_frequency=3)
+    outside, _ = small_run(12, precondition_frequency=3)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_state_follows_a_parameter_of_another_precision(saved, loaded):
+    _, source = small_run(dtype=saved)
+    params, optimizer = small_run(1, dtype=loaded)
+    optimizer.load_state_dict(source.state_dict())
+    optimizer.step()
+    assert optimizer.state[params[0]]["exp_avg"].dtype == loaded
+    assert all(Q.dtype == loaded for Q in optimizer.basis(params[0]))
+
+
+def test_a_basis_replaced_by_hand_is_used():
+    params, optimizer = small_run(precondition_frequency=100)
+    optimizer.state[params[0]]["bases"][0] = torch.eye(4)
+    reference_params, reference = small_run(precondition_frequency=100)
+    for p, q in zip(params, reference_params, strict=True):
+        p.grad = q.grad = torch.ones(4, 4)
+    optimizer.step()
+    reference.step()
+    assert torch.equal(optimizer.basis(params[0])[0], torch.eye(4))
+    assert not torch.equal(params[0], reference_params[0])
+    assert torch.equal(params[1], reference_params[1])
+
+
+def test_a_bad_option_in_a_later_group_moves_nothing():
+    params, optimizer = small_run()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2))]})
+    optimizer.param_groups[1]["lr"] = -1
+    before = params[0].detach().clone()
+    with pytest.raises(ValueError, match="lr must be finite"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+
+
+def test_stacks_worked_on_in_parts_give_the_same_numbers(monkeypatch):
+    whole, _ = small_run(12, precondition_frequency=3)
+    monkeypatch.setattr("assay.optim.soap.bucket._CPU_CHUNK", 16)
+    parts, _ = small_run(12, precondition_frequency=3)
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

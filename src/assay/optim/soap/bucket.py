@@ -71,18 +71,17 @@ class Bucket:
                 n: [None if x is None else x[i] for x in xs] for n, xs in (("factors", self.factors), ("bases", self.bases))
             }
             self._views.append({**{n: xs[i] for n, xs in slices.items()}, **lists})
-            state.update(self._views[-1])
+            state.update({n: list(v) if isinstance(v, list) else v for n, v in self._views[-1].items()})
 
     def current(self, states: list[State]) -> bool:
         """Whether every entry still is the view that `publish` put there."""
-        return all(s.get(n) is v for s, views in zip(states, self._views, strict=True) for n, v in views.items())
+        return all(_same(s.get(n), v) for s, views in zip(states, self._views, strict=True) for n, v in views.items())
 
-    def release(self, state: State) -> None:
-        """Gives one parameter its own copy, so that a stack it has left can be freed."""
-        for name in _moment_names(self.layout):
-            state[name] = state[name].clone()
-        for name in ("factors", "bases"):
-            state[name] = [None if x is None else x.clone() for x in state[name]]
+    def release(self, i: int, state: State) -> None:
+        """Gives the i-th parameter its own copy of what is still a view, so that a stack it has left can be freed."""
+        for name, view in self._views[i].items():
+            if _same(state.get(name), view):
+                state[name] = [None if x is None else x.clone() for x in view] if isinstance(view, list) else view.clone()
 
     @property
     def second(self) -> tuple[Tensor, ...]:
@@ -104,6 +103,13 @@ class Bucket:
     def refresh(self) -> None:
         for part in self.chunks():
             eigenbasis.refresh(part.moments["exp_avg"], part.second, part.factors, part.bases)
+
+
+def _same(value: Any, view: Any) -> bool:
+    """Identity, of the members where it is a list: one of them may have been replaced by hand."""
+    if isinstance(view, list):
+        return isinstance(value, list) and len(value) == len(view) and all(a is b for a, b in zip(value, view, strict=True))
+    return value is view
 
 
 def _moment_names(layout: Layout) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import math
 import numbers
 from collections import defaultdict
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,6 +47,15 @@ def apply_directions(group: Group, params: list[Tensor], directions: list[Tensor
         torch._foreach_copy_(params, theta)
 
 
+def without_autocast(usable: list[list[Tensor]]) -> ExitStack:
+    """Turns autocast off on the parameters' devices: the state's products need the digits of the dtype it has."""
+    stack = ExitStack()
+    for device in {p.device.type for params in usable for p in params}:
+        if torch.amp.is_autocast_available(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
 def shampoo_beta(group: Group) -> float:
     return group["shampoo_beta"] if group["shampoo_beta"] >= 0 else group["betas"][1]
 
@@ -61,7 +71,7 @@ def check_group(group: Group) -> None:
     if not 0 <= float(lr) < math.inf:
         raise ValueError(f"lr must be finite and at least 0, got {lr!r}")
     betas = group["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     if not 0 < group["eps"] < math.inf:
         raise ValueError(f"eps must be positive and finite, got {group['eps']!r}")

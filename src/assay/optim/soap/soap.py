@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from . import eigenbasis
 from .bucket import Bucket, check_entry
 from .gradients import finite_gradients, stacked_gradients, state_dtype
-from .group import Group, apply_directions, check_group, shampoo_beta, sign, sorted_by_kind
+from .group import Group, apply_directions, check_group, shampoo_beta, sign, sorted_by_kind, without_autocast
 from .layout import DataFormat, Layout
 
 
@@ -132,14 +132,16 @@ class SOAP(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        usable = self._usable_parameters()  # looks at every gradient before any parameter moves
-        for group, params in zip(self.param_groups, usable, strict=True):
+        for group in self.param_groups:
             check_group(group)
-            for (layout, *_, t), members in sorted_by_kind(group, params, self.state).items():
-                if layout.plain:
-                    self._step_plain(group, layout, members, t)
-                else:
-                    self._step_bucket(group, layout, members, t)
+        usable = self._usable_parameters()  # looks at every gradient and option before any parameter moves
+        with without_autocast(usable):
+            for group, params in zip(self.param_groups, usable, strict=True):
+                for (layout, *_, t), members in sorted_by_kind(group, params, self.state).items():
+                    if layout.plain:
+                        self._step_plain(group, layout, members, t)
+                    else:
+                        self._step_bucket(group, layout, members, t)
         return loss
 
     def add_param_group(self, param_group: Group) -> None:
@@ -151,7 +153,7 @@ class SOAP(Optimizer):
                 raise ValueError(f"SOAP optimizes real floating-point parameters, got {p.dtype} of shape {tuple(p.shape)}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but state keeps the dtype it was saved in: torch's own casts it all to the parameter's dtype."""
+        """As in torch, but state stays float32 or float64: torch's own casts it all to the parameter's dtype."""
         loaded: dict[str, Any] = {}
 
         def capture(_: Optimizer, saved: dict[str, Any]) -> None:
@@ -161,7 +163,7 @@ class SOAP(Optimizer):
             ids = (i for group in loaded["param_groups"] for i in group["params"])
             for i, p in zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True):
                 if i in loaded["state"]:
-                    self.state[p] = {name: _moved(value, p.device) for name, value in loaded["state"][i].items()}
+                    self.state[p] = {name: _moved(value, p) for name, value in loaded["state"][i].items()}
             self._forget_buckets()
 
         before = self.register_load_state_dict_pre_hook(capture)  # the last pre-hook: it sees what the user's hooks made
@@ -195,7 +197,11 @@ class SOAP(Optimizer):
         return total
 
     def compile(self, **kwargs: Any) -> None:
-        """Compiles the work between refreshes with ``torch.compile(fullgraph=True, **kwargs)``; the refresh stays eager."""
+        """Compiles the work between refreshes with ``torch.compile(fullgraph=True, **kwargs)``; the refresh stays eager.
+
+        Each kind of stack (shape, factored axes) is compiled once. A network with more than eight kinds needs
+        ``torch._dynamo.config.recompile_limit`` raised to their number. A copy of the optimizer is not compiled.
+        """
         self._advance = torch.compile(eigenbasis.advance, fullgraph=True, **kwargs)
 
     # -- the step -------------------------------------------------------------------------------------------------------
@@ -271,9 +277,9 @@ class SOAP(Optimizer):
         ids = set(map(id, bucket.params))
         for key, old in list(self._buckets.items()):
             if not ids.isdisjoint(key):
-                for p in old.params:
-                    if id(p) not in ids:
-                        old.release(self.state[p])
+                for i, p in enumerate(old.params):
+                    if id(p) not in ids and p in self.state:  # a parameter may have been dropped, or its state reset
+                        old.release(i, self.state[p])
                 del self._buckets[key]
         bucket.publish(states)
         self._buckets[tuple(map(id, bucket.params))] = bucket
@@ -290,13 +296,13 @@ class SOAP(Optimizer):
             if any(self.param_groups[n]["error_if_nonfinite"] for n, _ in refused):
                 raise RuntimeError(message)
             if not self._warned:
-                warnings.warn(f"{message}. These parameters sit the step out; this is said once.", RuntimeWarning, stacklevel=4)
+                warnings.warn(f"{message}. These parameters sit the step out; this is said once.", RuntimeWarning, stacklevel=5)
                 self._warned = True
         return usable
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """A copy on `device` in the dtype it has, for tensors and lists of tensors and None."""
+def _moved(value: Any, p: Tensor) -> Any:
+    """A copy on the parameter's device in the dtype of its state, for tensors and lists of tensors and None."""
     if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    return [_moved(v, device) for v in value] if isinstance(value, list) else value
+        return value.to(p.device, state_dtype(p) if value.is_floating_point() else value.dtype, copy=True)
+    return [_moved(v, p) for v in value] if isinstance(value, list) else value
