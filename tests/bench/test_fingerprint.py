@@ -3,6 +3,7 @@ import sys
 from functools import partial
 
 import pytest
+import torch
 
 from assay.bench.fingerprint import arm_fingerprint, digest, source_of
 from assay.bench.loading import load_object
@@ -88,6 +89,7 @@ def test_arms_differ_by_what_is_bound_to_them():
         return lambda x: n * x
 
     arms = [scaled, partial(scaled, factor=2), partial(scaled, factor=3), Arm(1), Arm(2), Arm, closing_over(1), closing_over(2)]
+    arms += [torch.ones(2), torch.zeros(2), partial(scaled, factor=torch.ones(3)), partial(scaled, factor=torch.zeros(3))]
     arms += [lambda x: x + 1, lambda x: x + 2, 0.5, ("a", 1), {"k": 2}]
     assert len({digest(arm_fingerprint(arm)) for arm in arms}) == len(arms)
     assert digest(arm_fingerprint(Arm(1))) == digest(arm_fingerprint(Arm(1)))

@@ -255,6 +255,41 @@ def test_a_case_of_the_users_own(toy, records):
         run(job(toy, records, settings={"lr": 1.0}, case={"x": 1}, case_path="mine.py:x"))
 
 
+def test_an_edited_case_is_not_answered_with_the_old_ones_numbers(toy, records, tmp_path):
+    path = tmp_path / "mine.py"
+    source = "import torch, sys\nCase = sys.modules['assay_user_toy'].Case\n"
+    source += "x = Case({0} * torch.ones(16))\ny = Case({0} * 2 * torch.ones(16))\n"
+    source += "def z(config, log):\n    return Case({0} * torch.ones(16))\n"
+    seen = []
+    for factor in (1.0, 3.0):
+        path.write_text(source.format(factor))
+        for name in ("x", "y", "z"):
+            case = load_object(f"{path}:{name}", "--case")
+            result = run(job(toy, records, settings={"lr": 1.0, "seeds": 1}, case=case, case_path=f"mine.py:{name}"))
+            seen.append(round(result["arms"]["one"]["replicates"]["0"]["metrics"]["mean"]))
+    assert seen == [1, 2, 1, 3, 6, 3]
+
+
+def test_an_edited_file_that_a_setting_names_is_read_again(toy, records, tmp_path):
+    module = sys.modules[toy.trial.__module__]
+    path = tmp_path / "x.txt"
+
+    def from_file(config, log):
+        return module.Case(torch.full((16,), float(Path(config.marks).read_text())))
+
+    means = []
+    for number in ("1.0", "3.0"):
+        path.write_text(number)
+        study = replace(toy, prepare=from_file, trial=mean_of)
+        result = run(job(study, records, settings={"lr": 1.0, "seeds": 1, "marks": str(path)}))
+        means.append(result["arms"]["one"]["replicates"]["0"]["metrics"]["mean"])
+    assert means == [1.0, 3.0]
+
+
+def mean_of(arm, shared, config, log):
+    return {"mean": arm(shared.x).mean().item()}
+
+
 def draws_a_figure(replicates):
     import matplotlib.pyplot as plt
 

@@ -495,3 +495,27 @@ def test_other_arguments_are_checked():
         AdditiveLogitAdjustment.tuned(COUNTS, s, y, grid=())
     with pytest.raises(ValueError, match="metric must be"):
         AdditiveLogitAdjustment.tuned(COUNTS, s, y, metric="accuracy")
+
+
+@pytest.mark.parametrize("break_ties", [True, False])
+def test_one_vs_one_over_a_masked_class_is_one_vs_one_over_the_rest(break_ties):
+    s = random_logits()
+    s[:, 4] = -math.inf
+    rule = OneVsOneAdjuster(COUNTS, 0.2, break_ties=break_ties)
+    scores = rule(s)
+    assert torch.isfinite(scores).all()
+    assert (scores[:, 4] == 0).all()
+    low = s.clone()
+    low[:, 4] = s[torch.isfinite(s)].min() - 1e6
+    assert torch.equal(scores.argmax(-1), OneVsOneAdjuster(COUNTS, 0.2, break_ties=False)(low).argmax(-1)) or break_ties
+
+
+def test_the_additive_rule_keeps_the_bias():
+    with pytest.raises(ValueError, match="drop_bias does not go with AdditiveLogitAdjustment"):
+        AdjustedClassifier(torch.nn.Linear(4, 3), AdditiveLogitAdjustment([9, 3, 1]), drop_bias="")
+
+
+def test_tuned_takes_arrays():
+    s, y = random_logits(), torch.arange(len(random_logits())) % 6
+    for cls in (MultiplicativeLogitAdjustment, AdditiveLogitAdjustment, OneVsOneAdjuster):
+        assert isinstance(cls.tuned(COUNTS, s.numpy(), y.numpy(), grid=(0.1, 0.2)), cls)

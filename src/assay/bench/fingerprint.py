@@ -9,6 +9,7 @@ import dis
 import hashlib
 import json
 import sys
+import time
 from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -38,7 +39,9 @@ def source_of(module: ModuleType | None) -> str:
     home = Path(file)
     files = {home}
     if (home.parent / "about.toml").exists():
-        files |= set(home.parent.glob("*.py")) | set(home.parent.parent.glob("*.py"))
+        files |= set(home.parent.glob("*.py"))
+        if (home.parent.parent / "__init__.py").exists():  # the area, if there is one
+            files |= set(home.parent.parent.glob("*.py"))
     return digest(*[(path.name, _code_hash(path, path.stat().st_mtime_ns)) for path in sorted(files)])
 
 
@@ -114,8 +117,37 @@ def arm_fingerprint(arm: Any) -> Any:
         return arm
     if isinstance(arm, type):
         return ["class", arm.__module__, arm.__qualname__]
-    state = arm_fingerprint(vars(arm)) if hasattr(arm, "__dict__") else ""
-    return [type(arm).__module__, type(arm).__qualname__, state]
+    if isinstance(arm, ModuleType):
+        return ["module", arm.__name__, source_of(arm)]
+    own = getattr(arm, "__dict__", None)
+    return [type(arm).__module__, type(arm).__qualname__, arm_fingerprint(own) if own else _content(arm)]
+
+
+def case_fingerprint(case: Any, path: str) -> str:
+    """What a user's case is, for a key: a function by its code and its file's, anything else by its content."""
+    if callable(case):
+        return digest(path, arm_fingerprint(case), source_of(module_of(case)))
+    return digest(path, _content(case))
+
+
+def files_fingerprint(values: dict[str, Any]) -> dict[str, str]:
+    """The content of every file that a setting names: a user's text or table may change under the same name."""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, str) and 0 < len(value) < 1000 and Path(value).is_file():
+            with open(value, "rb") as stream:
+                found[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
+
+
+def _content(thing: Any) -> str:
+    """A hash of what an object holds: tensors, arrays, tuples of them."""
+    import cloudpickle
+
+    try:
+        return hashlib.sha256(cloudpickle.dumps(thing)).hexdigest()
+    except Exception:  # what cannot be pickled is never the same twice
+        return f"{id(thing)} {time.time_ns()}"
 
 
 def module_of(thing: Any) -> ModuleType | None:

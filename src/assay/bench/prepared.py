@@ -51,17 +51,19 @@ class PreparedStore:
 
     Args:
         folder: Where the entries are kept.
+        salt: What an entry depends on beyond its ``prepare``'s own code: a user's case.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, salt: str = ""):
         self.folder = folder
+        self.salt = salt
 
     def name(self, study: Study, replicate: str, scale: str, device: str) -> str:
         """What an entry depends on besides the config."""
         prepare = study.prepare
         assert prepare is not None
         where = f"{prepare.__module__}.{prepare.__qualname__}"
-        return digest(where, source_of(module_of(prepare)), replicate, scale, device, _versions())
+        return digest(where, source_of(module_of(prepare)), self.salt, replicate, scale, device, _versions())
 
     def find(self, name: str, config: Config) -> bytes | None:
         """The pickle kept for this config, if there is one that this program wrote."""

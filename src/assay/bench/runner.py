@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .config import Config, UsageError, nearest
-from .fingerprint import arm_fingerprint, digest, module_of, source_of, study_source
+from .fingerprint import arm_fingerprint, case_fingerprint, digest, files_fingerprint, module_of, source_of, study_source
 from .prepared import PreparedStore
 from .records import Records
 from .result import build_result
@@ -62,12 +62,15 @@ class Job:
     extra_arms: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        case = case_fingerprint(self.case, self.case_path) if self.case is not None else ""
+        files = files_fingerprint(self.config.model_dump())
+        self._own = digest(case, files) if case or files else ""  # what of a key is the user's own
         for arm in self.only:
             if arm not in self.study.arms:
                 raise UsageError(f"no arm is called {arm!r}{nearest(arm, self.study.arms)}; arms: {', '.join(self.study.arms)}")
         if self.case is not None:
             self.study = replace(self.study, prepare=_as_prepare(self.case, self.study))
-        self.prepared = PreparedStore(self.records.folder / "prepared")
+        self.prepared = PreparedStore(self.records.folder / "prepared", self._own)
         self._source = study_source(self.study)
 
     @property
@@ -77,10 +80,9 @@ class Job:
     def task(self, arm: str, replicate: str, config: Config, *, tuning: bool = False) -> Task:
         thing = self.study.arms[arm]
         own = source_of(module_of(thing)) if arm in self.extra_arms else ""
-        case = [self.case_path, source_of(module_of(self.case))] if self.case is not None else ""
         key = digest(
             ENGINE, self.name, self._source, config.model_dump(mode="json", exclude={"seeds"}), arm, arm_fingerprint(thing),
-            own, case, replicate, self.scale, self.device,
+            own, self._own, replicate, self.scale, self.device,
         )  # fmt: skip
         return Task(arm, replicate, config, key, tuning)
 

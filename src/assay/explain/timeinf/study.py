@@ -18,6 +18,7 @@ them to be averaged over, high = helpful. None: this arm does not do that.
 split 60/20/20; columns are channels, a column called ``label`` holds the labels. With ``--case`` also pass ``--set data=NAME``.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -163,7 +164,7 @@ def detection(arm, series, config, log) -> dict[str, float]:
                     measured.setdefault(metric, []).append(value)
                 if i == chosen[0] and m == config.block_lengths[-1]:
                     log.figure("series", draw_series(name, values, labels, scores, m))
-    how = {"loo_gradient_error": max, "loo_loss_error": max, "loo_spearman": min}
+    how: dict[str, Callable[..., float]] = {"loo_gradient_error": max, "loo_loss_error": max, "loo_spearman": min}
     how |= {f"chance_error_m{m}": _error_of_mean for m in config.block_lengths}
     return {metric: float(how.get(metric, np.mean)(values)) for metric, values in measured.items()}
 

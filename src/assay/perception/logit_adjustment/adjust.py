@@ -100,9 +100,10 @@ class MultiplicativeLogitAdjustment(nn.Module):
         Warns:
             UserWarning: the winning logit is negative on more than 5 % of the rows; two classes.
         """
+        logits = torch.as_tensor(logits)
         warn_if_winners_are_negative(logits - logits.mean(-1, keepdim=True) if center else logits)
         make = partial(cls, class_counts, center=center)
-        return make(best_strength(make, class_counts, logits, targets, grid, metric))
+        return make(best_strength(make, class_counts, logits, targets, grid, metric)).to(logits.device)
 
     def extra_repr(self) -> str:
         return f"classes={len(self.log_ratio)}, gamma={self.gamma.item():g}, center={self.center!r}"
@@ -162,7 +163,7 @@ class AdditiveLogitAdjustment(nn.Module):
     ) -> "AdditiveLogitAdjustment":
         """The factor of the grid that does best on held-out rows; see :meth:`MultiplicativeLogitAdjustment.tuned`."""
         make = partial(cls, class_counts)
-        return make(best_strength(make, class_counts, logits, targets, grid, metric))
+        return make(best_strength(make, class_counts, logits, targets, grid, metric)).to(torch.as_tensor(logits).device)
 
     def extra_repr(self) -> str:
         return f"classes={len(self.log_prior)}, tau={self.tau.item():g}"
@@ -175,10 +176,11 @@ class AdjustedClassifier(nn.Module):
         model: Any module that returns logits ``(*, K)``.
         adjuster: :class:`MultiplicativeLogitAdjustment` or another of this family.
         drop_bias: Name of the head inside ``model``, as in ``model.get_submodule``; its bias is subtracted before the
-            adjustment. A bias trained on a long tail carries the prior, which the adjustment would correct twice.
+            adjustment. For the multiplicative rule and the 1-vs-1 adjuster, whose theory knows no bias. The additive rule
+            takes away just the prior that a bias carries: without the bias it would do so twice.
 
     Raises:
-        ValueError: ``drop_bias`` names no module with a bias.
+        ValueError: ``drop_bias`` names no module with a bias, or goes with an additive adjuster.
 
     Example:
         >>> model = AdjustedClassifier(nn.Linear(4, 3), MultiplicativeLogitAdjustment([9, 3, 1]))
@@ -190,6 +192,8 @@ class AdjustedClassifier(nn.Module):
         super().__init__()
         self.model, self.adjuster, self.drop_bias = model, adjuster, drop_bias
         self._dropped_bias()
+        if drop_bias is not None and isinstance(adjuster, AdditiveLogitAdjustment):
+            raise ValueError("drop_bias does not go with AdditiveLogitAdjustment: it corrects for the prior in the bias itself")
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         logits = self.model(*args, **kwargs)

@@ -72,7 +72,7 @@ class OneVsOneAdjuster(nn.Module):
         if theta.max() >= math.pi / 2:
             warnings.warn(
                 f"the distribution is too skewed for {len(n)} classes at tau={tau:g}: the largest boundary angle is "
-                f"{theta.max().item():.2f} > π/2, so that a class can win against its own direction",
+                f"{theta.max().item():.2f} > π/2, so that a class can win where its own logit is negative",
                 UserWarning,
                 stacklevel=2,
             )
@@ -99,11 +99,14 @@ class OneVsOneAdjuster(nn.Module):
         width = max(1, min(K, _BLOCK // max(1, s.numel())))
         for rivals in torch.arange(K, device=s.device).split(width):  # memory stays O(BK), whatever K is
             beats = s[:, :, None] * mine[:, rivals] > s[:, None, rivals] * theirs[:, rivals]  # (B, K, width)
-            wins += beats.sum(-1)
+            wins += (beats & (s != -math.inf)[:, :, None]).sum(-1)
         if self.break_ties:
             favour = s * (-self.log_weight).exp().to(s.dtype)  # the multiplicative rule
-            low, high = favour.aminmax(dim=-1, keepdim=True)
-            wins += 0.49 * (favour - low) / (high - low).clamp_min(torch.finfo(s.dtype).tiny)
+            masked = favour == -math.inf  # a masked class keeps no wins, and does not stretch the scale of the others
+            low = favour.masked_fill(masked, math.inf).amin(-1, keepdim=True)
+            high = favour.amax(-1, keepdim=True)
+            share = (favour - low) / (high - low).clamp_min(torch.finfo(s.dtype).tiny)
+            wins += 0.49 * share.masked_fill(masked, 0.0)
         return (wins / K).reshape(logits.shape)
 
     @classmethod
