@@ -30,6 +30,7 @@ from assay.compression.rotated_runtime_smooth import (
     quantize_rrs,
     rotate_model,
 )
+from assay.compression.rotated_runtime_smooth.hadamard import hadamard_factors
 from assay.compression.rotated_runtime_smooth.measure import integer_gap, layer_errors
 from assay.compression.rotated_runtime_smooth.smoothquant import quantize_smoothquant
 
@@ -309,11 +310,49 @@ def test_gptq_is_nearer_than_rounding_on_its_calibration_data():
         quantize_rrs(copy.deepcopy(model), RRSConfig(group="auto", weight_method="gptq"), calib=[])
 
 
-def test_gptq_takes_mappings_and_respects_masks():
+def test_gptq_takes_mappings():
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     a = quantize_rrs(build("mistral", torch.float32), RRSConfig(group="auto", weight_method="gptq"), calib=[batch])
     b = quantize_rrs(build("mistral", torch.float32), RRSConfig(group="auto", weight_method="gptq"), calib=[IDS])
     assert torch.equal(a.model.layers[1].mlp.up_proj.qweight, b.model.layers[1].mlp.up_proj.qweight)
+
+
+def test_padding_is_no_calibration_data():
+    config = RRSConfig(group="auto", weight_method="gptq")
+    ids, padding = IDS[:1], torch.zeros(1, 40, dtype=torch.long)
+    padded = {
+        "input_ids": torch.cat([padding, ids], 1),
+        "attention_mask": torch.cat([padding, torch.ones_like(ids)], 1),
+    }
+    a = quantize_rrs(build("llama", torch.float32), config, calib=[ids])
+    b = quantize_rrs(build("llama", torch.float32), config, calib=[padded])
+    for depth in (0, 1):
+        x, y = (m.model.layers[depth].mlp.up_proj.qweight for m in (a, b))
+        assert (x != y).float().mean() < 0.02  # rounding of the same sums in another order; it was a fifth
+
+
+def test_changed_activations_are_saved_and_leave_keys_and_values(tmp_path):
+    model = quantize_rrs(build("llama", torch.float32), RRSConfig(group="auto", kv_bits=4))
+    configure_activations(model, RRSConfig(group="auto", a_bits=16))
+    assert model.model.layers[0].self_attn.v_proj.out_bits == 4
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.model.layers[0].mlp.up_proj.a_bits == 16
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_rotated_model_is_not_quantised_as_if_it_were_not():
+    model = rotate_model(build("llama", torch.float32))
+    with pytest.raises(ValueError, match="rotated already"):
+        quantize_rrs(model, RRSConfig(group="auto", rotate="none"))
+
+
+def test_factors_made_in_inference_mode_serve_training():
+    hadamard_factors.cache_clear()
+    model = rotate_model(build("llama", torch.float32))
+    with torch.inference_mode():
+        model(IDS)
+    model(IDS).logits.sum().backward()
 
 
 def test_packed_bytes_and_double_quantising():

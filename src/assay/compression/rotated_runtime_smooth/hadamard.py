@@ -69,8 +69,9 @@ def hadamard_factors(
             merged.append([order])
         else:
             home.append(order)
-    factors = [functools.reduce(torch.kron, map(_base, group)) / math.sqrt(math.prod(group)) for group in merged]
-    return tuple(factor.to(device, dtype) for factor in factors)
+    with torch.inference_mode(False):  # kept for later calls, which may need gradients
+        factors = [functools.reduce(torch.kron, map(_base, group)) / math.sqrt(math.prod(group)) for group in merged]
+        return tuple(factor.to(device, dtype) for factor in factors)
 
 
 def random_base(n: int, generator: torch.Generator) -> Tensor:
@@ -130,6 +131,11 @@ def _paley_kind(n: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _base(n: int) -> Tensor:
+    with torch.inference_mode(False), torch.device("cpu"):
+        return _new_base(n)
+
+
+def _new_base(n: int) -> Tensor:
     if n == 2:
         return torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     kind = _paley_kind(n)

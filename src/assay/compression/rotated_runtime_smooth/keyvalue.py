@@ -64,6 +64,10 @@ def _eager(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, m
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     weights = (query @ key.mT) * kwargs["scaling"]
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("kv_bits=4 does not know attention with learnt sinks (s_aux); use attn_implementation='sdpa'")
+    if softcap := kwargs.get("softcap"):  # Gemma 2 bounds its attention logits
+        weights = softcap * torch.tanh(weights / softcap)
     if mask is not None:
         weights = weights + mask
     weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)

@@ -139,6 +139,7 @@ class RRSLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.name, self.online, self.w_bits = name, online, config.w_bits
         self.tokens: TokenMask | None = None
+        self.out_bits = config.kv_bits if name == "v_proj" else 16
         self.configure(config)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         if config.w_bits == 16:
@@ -153,11 +154,10 @@ class RRSLinear(nn.Module):
         self.register_buffer("online_base", base)
 
     def configure(self, config: RRSConfig) -> None:
-        """Takes over the activation side of another config (bits, smoothing, scope); weights stay as they are."""
+        """Takes over the activation side of another config (bits, smoothing, scope); weights, keys and values stay."""
         self.a_bits, self.scope, self.sink = config.a_bits, config.scope, config.sink
         self.smooth = config.smooths(self.name)
         self.group = config.group_of(self.in_features, self.name) if self.smooth else 1
-        self.out_bits = config.kv_bits if self.name == "v_proj" else 16
         self._watch_for_sink = self.smooth and not config.sink
 
     @classmethod

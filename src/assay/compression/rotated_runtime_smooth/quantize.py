@@ -1,5 +1,6 @@
 """Quantising a whole model, and its registration with transformers."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -56,10 +57,18 @@ def quantize_rrs(
 
 
 def configure_activations(model: PreTrainedModel, config: RRSConfig) -> PreTrainedModel:
-    """Changes how a quantised model treats activations (bits, smoothing, group, scope, sink); its weights stay."""
+    """Changes how a quantised model treats activations (bits, smoothing, group, scope, sink), also when it is saved.
+
+    Weights, rotation, keys and values stay as they are.
+    """
     for module in model.modules():
         if isinstance(module, RRSLinear):
             module.configure(config)
+    held = getattr(model, "hf_quantizer", None)
+    if held is not None:
+        changed = {name: getattr(config, name) for name in ("a_bits", "smooth", "group", "smooth_targets", "scope", "sink")}
+        held.quantization_config = dataclasses.replace(held.quantization_config, **changed)
+        model.config.quantization_config = held.quantization_config
     return model
 
 
@@ -75,6 +84,11 @@ def _transform(model: PreTrainedModel, config: RRSConfig, calib: Iterable[Any] |
     if config.weight_method == "gptq" and config.w_bits < 16 and calib is None:
         raise ValueError("weight_method='gptq' needs calib, an iterable of token ids")
     parts = decoder_of(model)
+    if config.rotate == "none" and any(isinstance(module, RotatedLinear) for module in model.modules()):
+        raise ValueError(
+            "the model is rotated already, so a checkpoint could not be loaded under rotate='none': pass the model as it was, "
+            "with the rotation in the config"
+        )
     if config.kv_bits < 16:
         check_rounded_keys(model)
     for layer in parts.layers:  # a group that does not divide is reported before anything is changed
@@ -95,13 +109,13 @@ def _transform(model: PreTrainedModel, config: RRSConfig, calib: Iterable[Any] |
 
 def _gptq(model: PreTrainedModel, layers: Any, config: RRSConfig, calib: Iterable[Any]) -> None:
     """Layer after layer: the Hessians see what the rounded layers before them produce, activations unrounded."""
-    hidden, arguments = _first_inputs(model, layers, calib)
+    hidden, arguments, valid = _first_inputs(model, layers, calib)
     for depth, layer in enumerate(layers):
         rounded: dict[str, Tensor] = {}
         scales = {name: weight_scale(getattr(linear_parent(layer, name), name).weight, config) for name in LINEARS}
         for step in GPTQ_STEPS:
             linears = {name: getattr(linear_parent(layer, name), name) for name in step}
-            hessians = _hessians(layer, linears, hidden, [kwargs[depth] for kwargs in arguments])
+            hessians = _hessians(layer, linears, hidden, [kwargs[depth] for kwargs in arguments], valid)
             for name, linear in linears.items():
                 rounded[name] = gptq_round(linear.weight, hessians[name], scales[name])
                 linear.weight.copy_(rounded[name] * scales[name])
@@ -113,21 +127,27 @@ def _gptq(model: PreTrainedModel, layers: Any, config: RRSConfig, calib: Iterabl
 
 
 def _hessians(
-    layer: nn.Module, linears: dict[str, nn.Linear], hidden: list[Tensor], arguments: list[dict[str, Any]]
+    layer: nn.Module,
+    linears: dict[str, nn.Linear],
+    hidden: list[Tensor],
+    arguments: list[dict[str, Any]],
+    valid: list[Tensor | None],
 ) -> dict[str, Tensor]:
     sums: dict[str, Tensor] = {}
+    counted: Tensor | None = None  # of the batch at work: padding is no activation
 
     def accumulate(name: str) -> Any:
         def hook(linear: nn.Linear, args: tuple[Tensor, ...]) -> None:
             x = linear.online(args[0], linear.online_base) if isinstance(linear, RotatedLinear) else args[0]
-            x = x.reshape(-1, x.shape[-1]).float()
+            x = x.reshape(-1, x.shape[-1]).float() if counted is None else x[counted].float()
             sums[name] = sums.get(name, 0) + (x.T @ x).double()
 
         return hook
 
     handles = [linear.register_forward_pre_hook(accumulate(name)) for name, linear in linears.items()]
     try:
-        for x, kwargs in zip(hidden, arguments, strict=True):
+        for x, kwargs, mask in zip(hidden, arguments, valid, strict=True):
+            counted = mask
             _run(layer, x, kwargs)
     finally:
         for handle in handles:
@@ -137,9 +157,10 @@ def _hessians(
 
 def _first_inputs(
     model: PreTrainedModel, layers: nn.ModuleList, calib: Iterable[Any]
-) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
-    """Each batch's input of the first layer, and the keyword arguments of every layer (masks, positions)."""
+) -> tuple[list[Tensor], list[list[dict[str, Any]]], list[Tensor | None]]:
+    """Each batch's input of the first layer, the keyword arguments of every layer (masks, positions), its tokens that count."""
     hidden: list[Tensor] = []
+    valid: list[Tensor | None] = []
     arguments: list[list[dict[str, Any]]] = []
 
     def remember(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -154,13 +175,14 @@ def _first_inputs(
             batch = dict(item) if isinstance(item, Mapping) else {"input_ids": item}
             batch = {name: value.to(model.device) for name, value in batch.items() if name in ("input_ids", "attention_mask")}
             batch = {name: value[None] if value.ndim == 1 else value for name, value in batch.items()}
+            valid.append(batch["attention_mask"].bool() if "attention_mask" in batch else None)
             model(**batch, use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:
             handle.remove()
     if not hidden:
         raise ValueError("calib is empty")
-    return hidden, arguments
+    return hidden, arguments, valid
 
 
 def _run(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor:

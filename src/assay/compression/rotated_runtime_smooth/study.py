@@ -26,6 +26,7 @@ the window's token ids ``(tokens,)`` and calibration ids ``(tokens,)``.
 
 import copy
 import functools
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -168,7 +169,8 @@ _WEIGHTS: dict[tuple[Any, ...], Any] = {}
 
 def shared_weights(case: Case, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
     """A model with its weights done, kept for all arms and windows that differ only in activations."""
-    key = (case.model if isinstance(case.model, str) else id(case.model), case.layers, case.weights, case.clip, *key)
+    texts = [None if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest() for ids in (case.calib, case.kept)]
+    key = (case.model, case.layers, case.weights, case.clip, *texts, *key)  # holds the model: an id could be taken again
     if key not in _WEIGHTS:
         while len(_WEIGHTS) >= 7:  # about 3.5 GB of SmolLM2
             _WEIGHTS.pop(next(iter(_WEIGHTS)))
