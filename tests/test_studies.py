@@ -1,5 +1,6 @@
 """Every study there is, at smoke scale: it runs, its claims can be evaluated, its paper scale is written out."""
 
+import html
 import json
 import os
 import time
@@ -51,5 +52,5 @@ def test_the_reference_is_a_whole_desk_run_of_this_study(method):
     assert [c["bound"] for c in reference["claims"]] == [str(c.holds) if c.holds else "" for c in study.claims]
     assert list(reference["arms"]) == list(study.arms)
     assert reference["config"] == json.loads(study.scale("desk").model_dump_json())
-    page = (method.folder / "README.md").read_text(encoding="utf-8")
-    assert all(c["text"] in page for c in reference["claims"])
+    page = html.unescape((method.folder / "README.md").read_text(encoding="utf-8").replace("\\", ""))  # Markdown's escapes
+    assert [c["text"] for c in reference["claims"] if c["text"] not in page] == []
