@@ -121,7 +121,8 @@ def test_stamped_csv(raw):
 )
 def test_windows(raw):
     with suppress(ValueError):
-        parse_windows(raw)
+        windows = parse_windows(raw)
+        assert all(start <= end for spans in windows.values() for start, end in spans)
 
 
 @few

@@ -1,5 +1,6 @@
 """How long a study will take here: its reference time, scaled by a one-second calibration of both machines."""
 
+import contextlib
 import json
 import os
 import platform
@@ -26,11 +27,9 @@ def speed() -> float:
     except (OSError, ValueError, KeyError):
         pass
     measured = _measure()
-    try:
+    with contextlib.suppress(OSError):  # a read-only home: it is measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"machine": here, "speed": measured}))
-    except OSError:
-        pass  # a read-only home: it is measured again next time
     return measured
 
 

@@ -36,7 +36,10 @@ def parse_windows(raw: bytes) -> dict[str, list[tuple[datetime, datetime]]]:
     """
     try:
         table: Any = json.loads(raw)
-        return {str(file): [(stamp(first), stamp(last)) for first, last in spans] for file, spans in table.items()}
+        windows = {str(file): [(stamp(first), stamp(last)) for first, last in spans] for file, spans in table.items()}
+        if any(first > last for spans in windows.values() for first, last in spans):
+            raise ValueError("a window ends before it begins")
+        return windows
     except (ValueError, TypeError, AttributeError, RecursionError) as wrong:
         raise ValueError(f"anomaly windows that cannot be read: {wrong}") from None
 
