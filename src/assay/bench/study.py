@@ -86,6 +86,9 @@ class Study:
             raise ValueError(f"scales must hold 'smoke' and 'desk', missing: {', '.join(sorted(missing))}")
         if not self.arms:
             raise ValueError("arms must hold at least one arm")
+        unfit = [name for name in self.arms if not _is_arm_name(name)]
+        if unfit:
+            raise ValueError(f"arms: a name is one word without commas, which separate the names of --only; got {unfit}")
         if any(gate.holds is None for gate in self.gates):
             raise ValueError("a gate needs a bound: gates decide whether the claims mean anything")
         if self.tune:
@@ -150,12 +153,18 @@ def protocol_text(study: Study) -> str:
     return "\n\n".join(wanted) or f"an arm is what {study.trial.__module__}.trial takes as its first argument"
 
 
+def _is_arm_name(name: str) -> bool:
+    return bool(name) and "," not in name and name.split() == [name]
+
+
 def with_arm(study: Study, name: str, arm: Any) -> dict[str, Any]:
     """The study's arms and one of the user's own.
 
     Raises:
         UsageError: a name already taken, or an object that does not fit the protocol, which the message shows.
     """
+    if not _is_arm_name(name):
+        raise UsageError(f"--arm {name!r}: an arm's name is one word without commas, which separate the names of --only")
     if name in study.arms:
         raise UsageError(f"an arm is already called {name!r}; choose another name than {', '.join(study.arms)}")
     known = next(iter(study.arms.values()))
