@@ -474,6 +474,8 @@ def _print_troubles(result: dict[str, Any]) -> None:
             if record["status"] == "skipped":
                 out.print(Text(f"– {arm} skipped: {record['error']}", style="yellow"))
                 break
+    if idle := result.get("not_applicable"):
+        out.print(Text(f"{len(idle)} gates and claims do not apply here: {'; '.join(idle)}", style="dim"))
     if result["tune"] and result["tune"]["at_edge"]:
         edge = ", ".join(result["tune"]["at_edge"])
         out.print(

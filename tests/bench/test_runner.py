@@ -52,6 +52,16 @@ def test_a_second_run_repeats_nothing_and_says_the_same(toy, records, tmp_path):
     assert sorted(os.listdir(tmp_path / "marks")) == before
 
 
+def test_what_applies_nowhere_is_named_apart_from_the_claims(toy, records, tmp_path):
+    never = Claim("on labelled data only", lambda r: None, holds=at_most(1))
+    study = replace(toy, claims=(*toy.claims, never), gates=(replace(never, text="labels exist"),))
+    result = run(job(study, records, settings={"marks": str(tmp_path / "marks"), "lr": 1.0}))
+    assert result["not_applicable"] == ["labels exist", "on labelled data only"]
+    assert [c["text"] for c in result["claims"]] == [c.text for c in toy.claims]
+    assert result["gates"] == []
+    assert "on labelled data only" in result["notes"][-1]
+
+
 def test_more_seeds_run_only_the_new_ones(toy, records, tmp_path):
     settings = {"marks": str(tmp_path / "marks"), "lr": 1.0}
     run(job(toy, records, settings=settings))

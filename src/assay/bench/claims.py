@@ -146,6 +146,11 @@ class Finding:
     reason: str = ""
 
     @property
+    def applies(self) -> bool:
+        """Whether any replicate is one that the claim speaks about."""
+        return self.reason != _NOWHERE
+
+    @property
     def mean(self) -> float:
         return float(np.mean(list(self.values.values()))) if self.values else math.nan
 
@@ -204,7 +209,7 @@ def judge(claim: Claim, replicates: Iterable[Replicate], *, closed_gate: str = "
 def closed_gates(gates: Iterable[Finding]) -> str:
     """The first gate that was not met on every replicate it applies to, in words; empty when all are open."""
     for gate in gates:
-        if gate.verdict is not Verdict.HOLDS and gate.reason != _NOWHERE:
+        if gate.verdict is not Verdict.HOLDS and gate.applies:
             seen = [", ".join(f"{value:.3g}" for value in gate.values.values()), gate.reason]
             return f"gate not met: {gate.text} (needs {gate.bound}, was {'; '.join(part for part in seen if part)})"
     return ""

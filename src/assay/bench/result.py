@@ -32,7 +32,8 @@ def build_result(
         The result, and figures by file name. The result holds ``study, scale, config, overrides, replicates``;
         ``arms: {arm: {tuned, replicates: {name: {status, metrics, curves, seconds, peak_mb, error, trace, notes}}}}``;
         ``prepare: {replicate: {curves, notes, seconds}}``; ``tune``; ``gates`` and ``claims`` as
-        ``{text, verdict, values, mean, interval, bound, published, reason}``;
+        ``{text, verdict, values, mean, interval, bound, published, reason}``, those that apply to some replicate;
+        ``not_applicable``: the texts of the others;
         ``machine``, ``date``, ``seconds`` of this run, ``work_seconds`` of all trials and preparations, ``peak_mb``.
     """
     from .runner import machine
@@ -54,6 +55,9 @@ def build_result(
     gates = [judge(gate, replicates) for gate in study.gates]
     claims = [judge(claim, replicates, closed_gate=closed_gates(gates)) for claim in study.claims]
     figures, notes = _figures(job, replicates, done)
+    idle = [finding.text for finding in [*gates, *claims] if not finding.applies]
+    if idle:
+        notes.append(f"do not apply to these replicates: {'; '.join(idle)}")
 
     arms: dict[str, Any] = {}
     for task, result in done:
@@ -75,8 +79,9 @@ def build_result(
         "arms": {name: arms[name] for name in job.arms if name in arms},
         "prepare": (prepared := _prepare_records(job, names)),
         "tune": _tuning_record(job, tuning),
-        "gates": [_finding_record(finding) for finding in gates],
-        "claims": [_finding_record(finding) for finding in claims],
+        "gates": [_finding_record(finding) for finding in gates if finding.applies],
+        "claims": [_finding_record(finding) for finding in claims if finding.applies],
+        "not_applicable": idle,
         "notes": notes,
         "figures": sorted(figures),
         "machine": machine(),
