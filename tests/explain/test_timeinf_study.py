@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LinearRegression
 
-from assay.bench import UsageError
+from assay.bench import Outcome, Replicate, UsageError
+from assay.bench.claims import NotMeasured
 from assay.explain import TimeInf
 from assay.explain.timeinf import rivals
-from assay.explain.timeinf.study import Case, TimeInfConfig, best_f1, detection, prepare, pruning, study
+from assay.explain.timeinf.scoring import best_f1, detection, pruning
+from assay.explain.timeinf.study import Case, TimeInfConfig, prepare, study
 from assay.explain.timeinf.verification import leave_one_out
 
 
@@ -152,6 +154,7 @@ def test_scoring_finds_a_planted_anomaly_and_reports_it():
     assert log.notes == ["made up: too short for blocks of 400"]
     unlabelled = detection(study.arms["timeinf-linear"], [("mine", z, None)], TimeInfConfig(block_lengths=(10,)), log)
     assert 0.1 < unlabelled["top_percent_share_m10"] <= 1
+    assert unlabelled["loo_gradient_error"] < 1e-9  # needs no labels
     assert len(log.files["scores-mine-m10.csv"].splitlines()) == 601
 
 
@@ -163,6 +166,25 @@ def test_pruning_by_influence_hurts():
     assert metrics["most_50"] > random["most_50"]
     assert metrics["r2_full"] > 0.8
     assert [step for step, _ in log.curves["relative_mse_most"]] == [0, 5, 10, 20, 30, 40, 50]
+
+
+def test_claims_that_need_labels_do_not_apply_without_them():
+    config = TimeInfConfig(data="mine.csv")
+    outcomes = {"timeinf-linear": Outcome({"top_percent_share_m25": 0.2, "loo_spearman": 0.999})}
+    apply = {}
+    for claim in [*study.gates, *study.claims]:
+        try:
+            apply[claim.text] = claim.statistic(Replicate("mine.csv", 0, config, outcomes))
+        except NotMeasured:
+            apply[claim.text] = "missing"
+    assert {text for text, value in apply.items() if "AUC" in text and value is not None} == set()
+    assert apply["self-influence ranks blocks as that change does: least Spearman of a file"] == 0.999
+    # on the study's own data, and on the user's where labels were found, a missing arm is missing
+    claim = next(claim for claim in study.claims if claim.text.startswith("AUC above the squared residual"))
+    labelled = {"timeinf-linear": Outcome({"auc_m25": 0.6})}
+    for settings, present in ((config, labelled), (TimeInfConfig(), labelled), (TimeInfConfig(), {})):
+        with pytest.raises(NotMeasured):
+            claim.statistic(Replicate("mine.csv", 0, settings, present))
 
 
 def test_your_own_file(tmp_path):

@@ -1,6 +1,8 @@
 """Influence of blocks on any differentiable forecaster, by Gauss-Newton on per-sample Jacobians."""
 
 import copy
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -8,18 +10,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
+from torch.optim.adam import adam
 
 from .blocks import Blocks
+from .forecaster import Forecaster
 
 Hessian = Literal["auto", "dense", "cg", "exact"]
 DENSE_LIMIT = 4096  # parameters up to which "auto" factorises the p x p matrix: 128 MB in float64
 KEPT = 2**24  # numbers of the (n, p) gradient matrix that are kept, 128 MB; beyond it gradients are taken anew
+SOLVED = 2**23  # numbers in the right-hand sides that conjugate gradients solve for at once: five such arrays of 64 MB
 CG_TOLERANCE, CG_STEPS = 1e-8, 100
 
 
 class TorchAttribution:
-    r"""Influence under ``module`` at its present parameters.
+    r"""Influence under ``module`` at its present parameters, of which it keeps a copy.
 
     With the Jacobian :math:`J_b` of the forecast of block :math:`b` by the :math:`p` parameters and
     :math:`\nabla\ell(b) = -J_b^\top r_b`:
@@ -30,27 +34,27 @@ class TorchAttribution:
     ``hessian``: ``"dense"`` factorises :math:`H`; ``"cg"`` solves by conjugate gradients and stores no :math:`p \times p`
     matrix; ``"auto"`` is dense up to 4,096 parameters; ``"exact"`` puts the Hessian of the loss itself in place of
     Gauss-Newton, and raises when it is not positive definite there.
+
+    Test influence is one solve. Self-influence is one a block: by ``"cg"`` as many at once as 64 MB hold, each batch with
+    its own passes over all blocks, so time grows with :math:`n^2` while memory does not; a warning gives an estimate once
+    the first of several batches is done. ``"dense"`` is linear in :math:`n`, for :math:`8 p^2` bytes.
     """
 
     def __init__(self, module: nn.Module, blocks: Blocks, *, ridge: float, damping: float, hessian: Hessian):
-        self.module = copy.deepcopy(module).eval()
-        if hessian == "exact":
-            self.module.double()  # second derivatives need the digits, and oneDNN's recurrent kernels have none
+        # Second derivatives need the digits, and oneDNN's recurrent kernels have none
+        self.forecaster = Forecaster(module, blocks, double=hessian == "exact")
         self.blocks = blocks
         self.shift = ridge + damping
-        self.names = [name for name, p in self.module.named_parameters() if p.requires_grad]
-        if not self.names:
-            raise ValueError("model has no parameter that requires a gradient, so nothing to differentiate by")
-        parameters = dict(self.module.named_parameters())
-        self.size = sum(parameters[name].numel() for name in self.names)
-        self.dtype, self.device = parameters[self.names[0]].dtype, parameters[self.names[0]].device
-        # The vmap rules of recurrent kernels are missing or slow; a batched backward pass serves them
-        self.recurrent = any(isinstance(part, nn.RNNBase) for part in self.module.modules())
-        self._check_forward()
+        self.size, self.device = self.forecaster.size, self.forecaster.device
         self.dense = hessian in ("dense", "exact") or (hessian == "auto" and self.size <= DENSE_LIMIT)
         self._kept: Tensor | None = None
         self._cholesky = self._factorise(exact=hessian == "exact") if self.dense else None
         self._self: np.ndarray | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The copy that the influences belong to."""
+        return self.forecaster.module
 
     def self_influence(self) -> np.ndarray:
         if self._self is None:
@@ -60,8 +64,16 @@ class TorchAttribution:
     def score_new(self, blocks: Blocks) -> np.ndarray:
         """``grad^T H^-1 grad / n``; for the training blocks this is self-influence."""
         values = np.empty(blocks.n)
-        for where, g in self._gradients(blocks):
+        if self.dense:
+            for where, g in self._gradients(blocks):
+                values[where] = (g.T * self._solve(g.T)).sum(0).cpu().numpy() / self.blocks.n
+            return values
+        columns = max(1, SOLVED // self.size)
+        started = time.perf_counter()
+        for where, g in self._gathered(blocks, columns):
             values[where] = (g.T * self._solve(g.T)).sum(0).cpu().numpy() / self.blocks.n
+            if where.start == 0 and where.stop < blocks.n:
+                self._warn_of_time(blocks.n, columns, time.perf_counter() - started)
         return values
 
     def influence_on(self, evaluation: Blocks) -> np.ndarray:
@@ -79,8 +91,30 @@ class TorchAttribution:
         if blocks is self.blocks and self._kept is not None:
             yield slice(0, blocks.n), self._kept
             return
-        for where, J, R in self._jacobians(blocks):
+        for where, J, R in self.forecaster.jacobians(blocks):
             yield where, torch.einsum("bdp,bd->bp", J, R)
+
+    def _gathered(self, blocks: Blocks, rows: int) -> Iterator[tuple[slice, Tensor]]:
+        """The same gradients ``rows`` at a time, whatever the chunks of the Jacobians: right-hand sides of one solve."""
+        batch, start, count = torch.empty(min(rows, blocks.n), self.size, dtype=torch.float64, device=self.device), 0, 0
+        for _, g in self._gradients(blocks):
+            while len(g):
+                taken = g[: len(batch) - count]
+                batch[count : count + len(taken)] = taken
+                count, g = count + len(taken), g[len(taken) :]
+                if count == len(batch) or start + count == blocks.n:
+                    yield slice(start, start + count), batch[:count]
+                    start, count = start + count, 0
+
+    def _warn_of_time(self, n: int, columns: int, seconds: float) -> None:
+        batches = math.ceil(n / columns)
+        warnings.warn(
+            f"self-influence of {n} blocks by conjugate gradients is {batches} batches of {columns} solves, each with passes "
+            f"over all {self.blocks.n} blocks; the first took {seconds:.1f} s, so all take about {seconds * batches:.0f} s. "
+            f"hessian='dense' takes one pass and {8 * self.size**2 / 1e9:.2g} GB; influence_on is one solve either way",
+            UserWarning,
+            stacklevel=4,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}  # a saved detector stays small
@@ -92,18 +126,19 @@ class TorchAttribution:
 
     def _gauss_newton(self, V: Tensor) -> Tensor:
         product = self.shift * V
-        for _, J, _ in self._jacobians(self.blocks):
-            product += torch.einsum("bdp,bdk->pk", J, torch.einsum("bdp,pk->bdk", J, V)) / self.blocks.n
+        for _, J, _ in self.forecaster.jacobians(self.blocks):
+            rows = J.flatten(0, 1)
+            product.addmm_(rows.T, rows @ V, alpha=1 / self.blocks.n)
         return product
 
     def _factorise(self, *, exact: bool) -> Tensor:
         H = torch.zeros(self.size, self.size, dtype=torch.float64, device=self.device)
         if exact:
-            for curvature in self._loss_hessians():
+            for curvature in self.forecaster.loss_hessians(self.blocks):
                 H += curvature / self.blocks.n
         else:
             kept = []
-            for _, J, R in self._jacobians(self.blocks):
+            for _, J, R in self.forecaster.jacobians(self.blocks):
                 rows = J.flatten(0, 1)
                 H += rows.T @ rows / self.blocks.n
                 if self.blocks.n * self.size <= KEPT:
@@ -118,74 +153,6 @@ class TorchAttribution:
                 f"{max(0.0, self.shift - least):.3g}" + (", train longer, or use hessian='dense'" if exact else "")
             )
         return factor
-
-    def _jacobians(self, blocks: Blocks) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Chunks of ``(where, J, R)``: ``J`` is ``(c, D, p)``, the residual ``R`` ``(c, D)``, both float64."""
-        rows = 16 if self.recurrent else max(1, 2**23 // (self.size * blocks.channels))
-        for where, x, y in self._tensors(blocks, rows):
-            J, predicted = self._batched_backward(x) if self.recurrent else self._vmapped(x)
-            yield where, J.double(), (y - predicted).double()
-
-    def _vmapped(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        fixed = {k: v.detach() for k, v in (*self.module.named_parameters(), *self.module.named_buffers())}
-        free = {name: fixed.pop(name) for name in self.names}
-
-        def forecast(free: dict[str, Tensor], one: Tensor) -> tuple[Tensor, Tensor]:
-            out = functional_call(self.module, {**fixed, **free}, (one[None],))[0]
-            return out, out
-
-        J, predicted = vmap(jacrev(forecast, has_aux=True), (None, 0))(free, x)
-        return torch.cat([J[name].flatten(2) for name in self.names], -1), predicted
-
-    def _batched_backward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from one forward pass and one vmapped backward pass; cost grows with ``c``, so chunks are small."""
-        free = self._free()
-        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward pass in eval mode
-            predicted = self.module(x)  # (c, D)
-            select = torch.eye(predicted.numel(), dtype=predicted.dtype, device=predicted.device)
-            rows = torch.autograd.grad(
-                predicted.flatten(), free, select, is_grads_batched=True, allow_unused=True, materialize_grads=True
-            )
-        return torch.cat([r.flatten(1) for r in rows], 1).unflatten(0, predicted.shape), predicted.detach()
-
-    def _loss_hessians(self) -> Iterator[Tensor]:
-        free = self._free()
-        select = torch.eye(self.size, dtype=self.dtype, device=self.device)
-        for _, x, y in self._tensors(self.blocks, 1024):
-            with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
-                loss = 0.5 * (y - self.module(x)).square().sum()
-                slope = torch.cat(
-                    [
-                        g.flatten()
-                        for g in torch.autograd.grad(loss, free, create_graph=True, allow_unused=True, materialize_grads=True)
-                    ]
-                )
-                rows = torch.autograd.grad(
-                    slope, free, select, is_grads_batched=True, allow_unused=True, materialize_grads=True
-                )
-            H = torch.cat([r.flatten(1) for r in rows], 1).double()
-            yield (H + H.T) / 2
-
-    def _free(self) -> list[nn.Parameter]:
-        parameters = dict(self.module.named_parameters())
-        return [parameters[name] for name in self.names]
-
-    def _tensors(self, blocks: Blocks, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for where, lags, targets in blocks.chunks(rows):
-            x = torch.tensor(lags, dtype=self.dtype, device=self.device).unflatten(1, (blocks.block_length, blocks.channels))
-            yield where, x, torch.tensor(targets, dtype=self.dtype, device=self.device)
-
-    def _check_forward(self) -> None:
-        _, x, y = next(self._tensors(self.blocks, 2))
-        with torch.enable_grad():
-            out = self.module(x)
-        if not isinstance(out, Tensor) or out.shape != y.shape:
-            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"model must map lags {tuple(x.shape)} to forecasts {tuple(y.shape)}, it returned {got}")
-        if not out.requires_grad:
-            raise ValueError("model is not differentiable: its forecast carries no gradient to its parameters")
-        if not out.isfinite().all():
-            raise ValueError("model returned a forecast that is not finite")
 
 
 def conjugate_gradients(product: Callable[[Tensor], Tensor], V: Tensor) -> Tensor:
@@ -222,14 +189,18 @@ def train(module: nn.Module, blocks: Blocks, *, ridge: float, seed: int, **fit_p
     lags = [torch.tensor(x, dtype=reference.dtype, device=reference.device) for _, x, _ in blocks.chunks(blocks.n)]
     X = torch.cat(lags).unflatten(1, (blocks.block_length, blocks.channels))
     Y = torch.cat([torch.tensor(y, dtype=reference.dtype, device=reference.device) for _, _, y in blocks.chunks(blocks.n)])
-    optimizer = torch.optim.Adam(module.parameters(), lr=settings["lr"], weight_decay=ridge)
+    free: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    # The function behind torch.optim.Adam: making the class imports torch's compiler, which takes seconds
+    means, squares = [torch.zeros_like(p) for p in free], [torch.zeros_like(p) for p in free]
+    steps = [torch.zeros(()) for _ in free]
+    rule: dict[str, Any] = {"lr": settings["lr"], "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": ridge}
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # dropout draws from the global generator
         for _ in range(int(settings["epochs"])):
             for rows in torch.randperm(len(X), generator=generator).split(int(settings["batch_size"])):
                 loss = 0.5 * (Y[rows] - module(X[rows])).square().sum(1).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                slopes = torch.autograd.grad(loss, free, allow_unused=True, materialize_grads=True)
+                with torch.no_grad():
+                    adam(free, list(slopes), means, squares, [], steps, amsgrad=False, maximize=False, **rule)
     return module

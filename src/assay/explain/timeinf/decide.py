@@ -31,6 +31,19 @@ def two_means(scores: np.ndarray) -> float:
     return float((len(x) - below[np.argmax(between)]) / len(x))
 
 
+def threshold_at(scores: list[np.ndarray], contamination: float) -> float:
+    """The value above which a share ``contamination`` of the finite scores lies."""
+    every = np.concatenate(scores)
+    finite = every[np.isfinite(every)]
+    if len(finite) == 0:
+        raise ValueError(
+            f"none of the {len(every)} time points of the X that was fitted has a finite score, so there is no threshold to "
+            f"flag by: with mode='loo' no block can be left out (lengthen X, shorten block_length or pass ridge > 0), and "
+            f"with a regressor every draw must both hold and miss blocks (raise n_subsets)"
+        )
+    return float(np.quantile(finite, 1 - contamination))
+
+
 def paper_scaling(scores: np.ndarray, training: list[np.ndarray], block_length: int) -> np.ndarray:
     """The official post-processing of ``scores`` with the constants of the ``training`` scores.
 
@@ -38,6 +51,8 @@ def paper_scaling(scores: np.ndarray, training: list[np.ndarray], block_length: 
     mean, taken anew. It folds low scores onto high ones.
     """
     every = np.concatenate(training)
+    if not np.isfinite(every).any():
+        return np.full_like(scores, np.nan)
     low, high = np.nanmin(every), np.nanmax(every)
     width = high - low if high > low else 1.0
     mean = (np.nanmean(every) - low) / width

@@ -1,38 +1,21 @@
 """The scikit-learn estimator: influence of time points on a forecaster, and anomaly flags from it."""
 
-import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from sklearn.base import BaseEstimator, OutlierMixin, is_regressor
-from sklearn.utils import check_random_state
+from sklearn.base import BaseEstimator, OutlierMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .blocks import Blocks, Membership, coverage, time_average
-from .decide import fill_missing, paper_scaling, two_means
+from .decide import fill_missing, paper_scaling, threshold_at, two_means
+from .families import Attribution, attribute, family_of
 from .linear import LinearAttribution
-from .nonparametric import SubsetAttribution
+from .settings import Settings, check_settings
 
 Scores = Any  # (T,) for one series, a list of them for a list of series
-CHOICES = {
-    "membership": ("all", "lags"),
-    "mode": ("first_order", "loo"),
-    "scaling": (None, "paper"),
-    "hessian": ("auto", "dense", "cg", "exact"),
-    "impute": (None, "linear"),
-    "standardize": ("auto", True, False),
-}
-
-
-class Attribution(Protocol):
-    """What a model family gives: influence of its training blocks on themselves and on others."""
-
-    def self_influence(self) -> np.ndarray: ...
-    def influence_on(self, evaluation: Blocks) -> np.ndarray: ...
-    def score_new(self, blocks: Blocks) -> np.ndarray: ...
 
 
 class TimeInf(OutlierMixin, BaseEstimator):
@@ -72,6 +55,9 @@ class TimeInf(OutlierMixin, BaseEstimator):
         impute: ``"linear"`` fills NaN by interpolation in time; ``None`` refuses them.
         fit_params: Train a copy of the torch model with ``epochs``, ``lr``, ``batch_size``; ``None``: it comes fitted.
 
+    What ``fit`` used is kept as it was: changing the module's weights, ``X`` or a parameter changes no later answer, until
+    the next fit.
+
     Shapes:
         - ``X``: ``(T,)`` or ``(T, D)``, rows in order of time, or a list of such arrays: a panel with one shared model.
         - time level: ``(T,)`` for each series; block level: ``(T - m,)``. A panel gives lists.
@@ -86,7 +72,7 @@ class TimeInf(OutlierMixin, BaseEstimator):
     Raises:
         ValueError: an argument out of range; a series not longer than ``block_length + 1``; NaN without ``impute``, or
             infinite values; another number of channels than in fit; no more blocks than coefficients without ``ridge``; a
-            torch model that is not differentiable.
+            torch model that is not differentiable; flags asked for where no point has a score.
 
     See Also:
         prune_curve: does dropping the most valuable blocks hurt?
@@ -138,7 +124,9 @@ class TimeInf(OutlierMixin, BaseEstimator):
 
     def fit(self, X: ArrayLike | Sequence[ArrayLike], y: Any = None) -> Self:
         """Fit the forecaster on all blocks of ``X``; ``y`` is ignored."""
-        family = self._checked_family()
+        check_settings(self)
+        family = family_of(self.model, mode=self.mode)
+        self._fitted = Settings.of(self)  # set_params after this waits for the next fit
         series, self.is_panel_ = self._series(X, reset=True)
         every = np.concatenate(series)
         constant = np.ptp(every, axis=0) == 0
@@ -153,7 +141,7 @@ class TimeInf(OutlierMixin, BaseEstimator):
         self.blocks_ = Blocks([(z - self.mean_) / self.scale_ for z in series], self.block_length)
         self.n_blocks_ = self.blocks_.n
         self.coverage_ = self._shaped([coverage(n, self.block_length, self.membership) for n in self.blocks_.lengths])
-        self.attribution_ = self._attribute(family)
+        self.attribution_: Attribution = attribute(self, self.blocks_, family)
         return self
 
     def self_influence(self, level: Literal["time", "block"] = "time") -> Scores:
@@ -212,13 +200,15 @@ class TimeInf(OutlierMixin, BaseEstimator):
     @property
     def contamination_(self) -> float:
         check_is_fitted(self)
-        if self.contamination != "auto":
-            return float(self.contamination)
-        return two_means(self._finite_scores())
+        if self._fitted.contamination != "auto":
+            return float(self._fitted.contamination)
+        scores = np.concatenate(self._training_scores())
+        return two_means(scores[np.isfinite(scores)])
 
     @property
     def threshold_(self) -> float:
-        return float(np.quantile(self._finite_scores(), 1 - self.contamination_))
+        check_is_fitted(self)
+        return threshold_at(self._training_scores(), self.contamination_)
 
     @property
     def offset_(self) -> float:
@@ -234,28 +224,12 @@ class TimeInf(OutlierMixin, BaseEstimator):
         tags.input_tags.allow_nan = self.impute is not None
         return tags
 
-    def _attribute(self, family: str) -> Attribution:
-        if family == "linear":
-            return LinearAttribution(self.blocks_, ridge=self.ridge, leave_one_out=self.mode == "loo")
-        random_state = check_random_state(self.random_state)
-        if family == "regressor":
-            return SubsetAttribution(
-                self.model, self.blocks_, n_subsets=self.n_subsets, fraction=self.subset_fraction, random_state=random_state
-            )
-        from . import blackbox  # the only part that needs torch
-
-        module = self.model
-        if self.fit_params is not None:
-            seed = int(random_state.randint(2**31 - 1))
-            module = blackbox.train(module, self.blocks_, ridge=self.ridge, seed=seed, **self.fit_params)
-        return blackbox.TorchAttribution(module, self.blocks_, ridge=self.ridge, damping=self.damping, hessian=self.hessian)
-
     def _at_level(self, values: np.ndarray, blocks: Blocks, level: str, panel: bool | None = None) -> Scores:
         if level not in ("time", "block"):
             raise ValueError(f"level must be 'time' or 'block', got {level!r}")
         parts = blocks.split(values)
         if level == "time":
-            parts = [time_average(v, self.block_length, self.membership)[0] for v in parts]
+            parts = [time_average(v, self._fitted.block_length, self._fitted.membership)[0] for v in parts]
         return self._shaped(parts, panel)
 
     def _shaped(self, parts: list[np.ndarray], panel: bool | None = None) -> Scores:
@@ -273,33 +247,27 @@ class TimeInf(OutlierMixin, BaseEstimator):
         if not isinstance(self.attribution_, LinearAttribution):
             return self.offset_
         points = self._at_level(self.attribution_.held_out_self(), self.blocks_, "time", panel=True)
-        scores = np.concatenate([self._scaled(s) for s in points])
-        return -float(np.quantile(scores[np.isfinite(scores)], 1 - self.contamination_))
-
-    def _finite_scores(self) -> np.ndarray:
-        check_is_fitted(self)
-        scores = np.concatenate(self._training_scores())
-        return scores[np.isfinite(scores)]
+        return -threshold_at([self._scaled(s) for s in points], self.contamination_)
 
     def _scaled(self, scores: np.ndarray) -> np.ndarray:
         """The official post-processing, with the constants of the training series."""
-        if self.scaling is None:
+        if self._fitted.scaling is None:
             return scores
         training = self._at_level(self.attribution_.self_influence(), self.blocks_, "time", panel=True)
-        return paper_scaling(scores, training, self.block_length)
+        return paper_scaling(scores, training, self._fitted.block_length)
 
     def _blocks(self, X: Any) -> tuple[Blocks, bool]:
         series, panel = self._series(X, reset=False)
-        return Blocks([(z - self.mean_) / self.scale_ for z in series], self.block_length), panel
+        return Blocks([(z - self.mean_) / self.scale_ for z in series], self._fitted.block_length), panel
 
     def _series(self, X: Any, *, reset: bool) -> tuple[list[np.ndarray], bool]:
         panel = isinstance(X, list | tuple) and len(X) > 0 and all(getattr(z, "ndim", 0) >= 1 for z in X)
         series = [self._one(z, reset=reset and i == 0) for i, z in enumerate(X if panel else [X])]
         for z in series:
-            if len(z) <= self.block_length + 1:
+            if len(z) <= self._fitted.block_length + 1:
                 raise ValueError(
-                    f"a series of n_samples={len(z)} time points is too short for block_length={self.block_length}: "
-                    f"it needs at least {self.block_length + 2}"
+                    f"a series of n_samples={len(z)} time points is too short for block_length={self._fitted.block_length}: "
+                    f"it needs at least {self._fitted.block_length + 2}"
                 )
         return series, panel
 
@@ -311,35 +279,7 @@ class TimeInf(OutlierMixin, BaseEstimator):
         if np.isinf(z).any():
             raise ValueError(f"X contains {np.isinf(z).sum()} infinite values (inf)")
         if np.isnan(z).any():
-            if self.impute is None:
+            if self._fitted.impute is None:
                 raise ValueError(f"X contains {np.isnan(z).sum()} NaN: pass impute='linear' to interpolate them")
             z = fill_missing(z)
         return z
-
-    def _checked_family(self) -> str:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        if not isinstance(self.block_length, int | np.integer) or self.block_length < 1:
-            raise ValueError(f"block_length must be an integer of at least 1, got {self.block_length!r}")
-        if self.contamination != "auto" and not 0 < self.contamination <= 0.5:
-            raise ValueError(f"contamination must be 'auto' or lie in (0, 0.5], got {self.contamination!r}")
-        for name in ("ridge", "damping"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
-        if self.n_subsets < 2:
-            raise ValueError(f"n_subsets must be at least 2, got {self.n_subsets!r}")
-        if not 0 < self.subset_fraction <= 1:
-            raise ValueError(f"subset_fraction must lie in (0, 1], got {self.subset_fraction!r}")
-        torch = sys.modules.get("torch")  # a model can only be a Module if torch is already imported
-        if isinstance(self.model, str) and self.model == "linear":
-            family = "linear"
-        elif torch is not None and isinstance(self.model, torch.nn.Module):
-            family = "torch"
-        elif isinstance(self.model, BaseEstimator) and is_regressor(self.model):
-            family = "regressor"
-        else:
-            raise ValueError(f"model must be 'linear', a scikit-learn regressor or a torch.nn.Module, got {self.model!r}")
-        if self.mode == "loo" and family != "linear":
-            raise ValueError("mode='loo' is exact for model='linear' only; use mode='first_order'")
-        return family
