@@ -1,11 +1,12 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from assay.bench import Claim, Config, MissingExtra, Study, Tune, UsageError, require
 from assay.bench.loading import load_object
-from assay.bench.study import check_case, protocol_text, seed_of, with_arm
+from assay.bench.study import as_case, protocol_text, seed_of, with_arm
 
 TOY = str(Path(__file__).parent / "toy.py")
 
@@ -66,9 +67,23 @@ def test_a_case_without_its_fields_is_shown_the_protocol(study):
     class Enough:
         x = None
 
-    check_case(study, Enough())
+    enough = Enough()
+    assert as_case(study, enough) is enough
     with pytest.raises(UsageError, match=r"returned dict without x; it must be a Case(?s:.*)``prepare`` returns"):
-        check_case(study, {"x": 1})
+        as_case(study, {"x": 1})
+
+
+def test_fields_with_a_default_may_be_left_out(study):
+    class Wide(NamedTuple):
+        x: int
+        extra: int = 7
+
+    def prepare(config, log) -> Wide: ...
+
+    class Given:
+        x = 1
+
+    assert as_case(replace(study, prepare=prepare), Given()) == Wide(1, 7)
 
 
 def test_the_protocol_is_the_modules_own_words(study):

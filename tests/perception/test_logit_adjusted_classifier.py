@@ -1,17 +1,26 @@
 """The scikit-learn wrapper of logit adjustment."""
 
+import warnings
+
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
+from scipy.special import softmax
 from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import make_classification
+from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
+from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import balanced_accuracy_score
 from sklearn.model_selection import GridSearchCV
+from sklearn.multiclass import OneVsRestClassifier
 from sklearn.naive_bayes import GaussianNB
+from sklearn.neighbors import NearestNeighbors
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.svm import SVC
+from sklearn.svm import SVC, LinearSVC
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from assay.perception import AdditiveLogitAdjustment, LogitAdjustedClassifier
@@ -77,15 +86,111 @@ def test_two_classes_move_with_additive_only():
     np.testing.assert_array_equal(multiplicative.predict(X), plain)
 
 
+@pytest.mark.filterwarnings("ignore:the distribution is too skewed")
 def test_bad_arguments_are_named(rows):
     X, y, _, _ = rows
     with pytest.raises(ValueError, match="method must be"):
         LogitAdjustedClassifier(method="product").fit(X, y)
     with pytest.raises(ValueError, match="class_counts must hold 4 numbers, got 2"):
         LogitAdjustedClassifier(class_counts=[3, 1]).fit(X, y)
-    with pytest.raises(ValueError, match="GaussianNB has none"):
-        LogitAdjustedClassifier(GaussianNB()).fit(X, y)
+    for method in ("multiplicative", "one_vs_one"):
+        with pytest.raises(ValueError, match=f"'{method}' needs raw scores, and GaussianNB has no decision_function"):
+            LogitAdjustedClassifier(GaussianNB(), method).fit(X, y)
+    with pytest.raises(ValueError, match="NearestNeighbors has neither"):
+        LogitAdjustedClassifier(NearestNeighbors()).fit(X, y)
     with pytest.raises(ValueError, match="6 columns for 4 classes"):
-        LogitAdjustedClassifier(SVC(decision_function_shape="ovo")).fit(X[:300], y[:300]).predict(X)
+        LogitAdjustedClassifier(SVC(decision_function_shape="ovo"), strength=1.0).fit(X[:300], y[:300]).predict(X)
     with pytest.raises(ValueError, match="at least 3 classes"):
         LogitAdjustedClassifier(method="one_vs_one").fit(X[y < 2], y[y < 2])
+
+
+def test_takes_whatever_the_estimator_takes(rows):
+    X, y, test_X, _ = rows
+    dense = LogitAdjustedClassifier().fit(X, y)
+    sparse = LogitAdjustedClassifier().fit(scipy.sparse.csr_matrix(X), y)
+    np.testing.assert_array_equal(sparse.predict(scipy.sparse.csr_matrix(test_X)), dense.predict(test_X))
+    assert dense.n_features_in_ == 10
+    holes = np.where(X > 2, np.nan, X)
+    boosted = LogitAdjustedClassifier(HistGradientBoostingClassifier(max_iter=5)).fit(holes, y)
+    assert np.isfinite(boosted.decision_function(holes)).all()
+    texts = ["cheap pills", "cheap offer", "lunch at noon", "see you at lunch", "noon works", "lunch again"] * 5
+    spam = LogitAdjustedClassifier(make_pipeline(TfidfVectorizer(), LogisticRegression()))
+    assert spam.fit(texts, [text.startswith("cheap") for text in texts]).predict(["cheap lunch pills", "at noon"]).tolist() == [
+        True,
+        False,
+    ]
+    assert not hasattr(spam, "n_features_in_") or spam.n_features_in_ == spam.estimator_.n_features_in_
+
+
+def test_takes_data_frames_and_keeps_their_names(rows):
+    pandas = pytest.importorskip("pandas")
+    X, y, test_X, _ = rows
+    names = [f"column {i}" for i in range(10)]
+    frame, test_frame = pandas.DataFrame(X, columns=names), pandas.DataFrame(test_X, columns=names)
+    fitted = LogitAdjustedClassifier().fit(frame, pandas.Series(y))
+    assert fitted.feature_names_in_.tolist() == names
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no names lost on the way to the estimator
+        predicted = fitted.predict(test_frame)
+    np.testing.assert_array_equal(predicted, LogitAdjustedClassifier().fit(X, y).predict(test_X))
+
+
+def test_probabilities_alone_are_adjusted_by_their_logarithm(rows):
+    X, y, test_X, test_y = rows
+    forest = LogitAdjustedClassifier(RandomForestClassifier(30, min_samples_leaf=5, random_state=0)).fit(X, y)
+    plain = forest.estimator_.predict_proba(test_X)
+    assert (plain == 0).any()
+    expected = (plain / np.bincount(y)).argmax(1)  # balanced posterior
+    np.testing.assert_array_equal(forest.predict(test_X), expected)
+    assert np.isfinite(forest.decision_function(test_X)).all()
+    gain = balanced_accuracy_score(test_y, expected) - balanced_accuracy_score(test_y, plain.argmax(1))
+    assert gain > 0.1
+    two = LogitAdjustedClassifier(GaussianNB()).fit(X[y < 2], y[y < 2])
+    odds = two.estimator_.predict_proba(X[y < 2]) / np.bincount(y[y < 2])
+    np.testing.assert_array_equal(two.predict(X[y < 2]), odds.argmax(1))
+
+
+class InSmallUnits(LogisticRegression):
+    """Its decision function has another scale than log-odds, as an ensemble's share of votes has."""
+
+    def decision_function(self, X):
+        return 0.05 * super().decision_function(X)
+
+    def predict_proba(self, X):
+        return softmax(20 * self.decision_function(X), axis=1)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (LinearSVC(), "LinearSVC has no predict_proba"),
+        (make_pipeline(StandardScaler(), LinearSVC()), "Pipeline has no predict_proba"),
+        (InSmallUnits(), "InSmallUnits's probabilities are not those of its decision function"),
+    ],
+)
+def test_margins_are_warned_about_at_the_default_strength_only(rows, estimator, message):
+    X, y, _, _ = rows
+    with pytest.warns(UserWarning, match=message):
+        LogitAdjustedClassifier(estimator).fit(X, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LogitAdjustedClassifier(estimator, strength=0.3).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        LogisticRegression(),
+        OneVsRestClassifier(LogisticRegression()),
+        HistGradientBoostingClassifier(max_iter=5),
+        GaussianNB(),
+        CalibratedClassifierCV(LinearSVC(), cv=2),
+        make_pipeline(StandardScaler(), LogisticRegression()),
+    ],
+)
+@pytest.mark.parametrize("classes", [2, 4])
+def test_log_odds_are_not(rows, estimator, classes):
+    X, y, _, _ = rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LogitAdjustedClassifier(estimator).fit(X[y < classes], y[y < classes])

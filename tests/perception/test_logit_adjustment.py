@@ -312,6 +312,7 @@ def test_tuned_takes_the_best_of_the_grid():
     assert shift.tau.item() == 0.5  # what was added to the logits
 
 
+@pytest.mark.filterwarnings("ignore:the best strength is the largest")
 def test_tuned_maximises_a_metric_of_ones_own():
     s = random_logits().abs()
     targets = torch.arange(200) % 6
@@ -515,7 +516,93 @@ def test_the_additive_rule_keeps_the_bias():
         AdjustedClassifier(torch.nn.Linear(4, 3), AdditiveLogitAdjustment([9, 3, 1]), drop_bias="")
 
 
+@pytest.mark.filterwarnings("ignore:the best strength is the largest")
 def test_tuned_takes_arrays():
     s, y = random_logits(), torch.arange(len(random_logits())) % 6
     for cls in (MultiplicativeLogitAdjustment, AdditiveLogitAdjustment, OneVsOneAdjuster):
         assert isinstance(cls.tuned(COUNTS, s.numpy(), y.numpy(), grid=(0.1, 0.2)), cls)
+
+
+# ---- what a few rows can prove -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [MultiplicativeLogitAdjustment, OneVsOneAdjuster, AdditiveLogitAdjustment])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0.2, 0.5, 0.3],  # sums to one by chance
+        [-1.0, -2.0, -0.7586],  # so do its exponentials, nearly
+        [0.0, 0.0, 1.0],
+        [0.0, -20.0, -20.0],
+    ],
+)
+def test_one_row_proves_nothing_however_often_it_comes(cls, row):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for logits in (torch.tensor(row), torch.tensor([row]), torch.tensor([row] * 50)):
+            assert cls([4, 3, 2], 0.1)(logits).shape == logits.shape
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needed"), [(torch.float64, 3), (torch.float32, 3), (torch.float16, 7), (torch.bfloat16, 14)]
+)
+def test_the_rows_needed_follow_from_the_precision(dtype, needed):
+    s = random_logits(rows=40, classes=3)
+    rule = MultiplicativeLogitAdjustment([4, 3, 2], 0.1)
+    for values, message in ((s.softmax(-1), "these are prob"), (s.log_softmax(-1), "these are log-prob")):
+        rule(values[: needed - 1].to(dtype))
+        for rows in (needed, 40):
+            with pytest.raises(ValueError, match=message):
+                rule(values[:rows].to(dtype))
+
+
+def test_logits_near_the_simplex_are_logits():
+    s = random_logits(rows=16, classes=3).softmax(-1)
+    rule = MultiplicativeLogitAdjustment([4, 3, 2], 0.1)
+    rule(s * (1 + 1e-4 * torch.arange(16)[:, None]))  # sums to 1.0015 at most: no softmax in single precision does
+    rule(s.log() - 1e-3)
+
+
+def test_the_additive_rule_warns_of_probabilities_and_takes_their_logarithm():
+    s = random_logits()
+    rule = AdditiveLogitAdjustment(COUNTS)
+    with pytest.warns(UserWarning, match="adding belongs to logits or log-probabilities"):
+        rule(s.softmax(-1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(rule(s.log_softmax(-1)).argmax(-1), rule(s).argmax(-1))
+        AdditiveLogitAdjustment(COUNTS, check=False)(s.softmax(-1))
+
+
+# ---- one way of tuning -------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_the_grid_is_warned_about():
+    targets = torch.arange(6).repeat(100)
+    s = (
+        F.one_hot(targets, 6) * 2.0
+        + torch.randn(600, 6, generator=torch.Generator().manual_seed(0))
+        + torch.tensor(COUNTS).log()
+    )
+    with pytest.warns(UserWarning, match=r"the largest of the grid, 0\.4: widen it"):
+        AdditiveLogitAdjustment.tuned(COUNTS, s, targets, grid=(0.0, 0.2, 0.4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AdditiveLogitAdjustment.tuned(COUNTS, s, targets)
+        AdditiveLogitAdjustment.tuned(COUNTS, s, targets, grid=(0.4,))  # nothing was searched
+
+
+def test_grids_are_as_fine_for_the_optimum_as_for_what_approximates_it():
+    assert OneVsOneAdjuster.grid == MultiplicativeLogitAdjustment.grid
+    assert OneVsOneAdjuster.grid[:3] == (0.0, 0.05, 0.1)
+    assert max(OneVsOneAdjuster.grid) == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:the distribution is too skewed", "ignore:the best strength is the largest")
+def test_options_reach_the_tuned_rule():
+    s, y = random_logits().abs(), torch.arange(200) % 6
+    assert MultiplicativeLogitAdjustment.tuned(COUNTS, s, y, grid=(0.1, 0.2), center="shift").center == "shift"
+    tuned = OneVsOneAdjuster.tuned(COUNTS, s, y, grid=(0.2,), feature_norms=NORMS)
+    assert torch.equal(tuned.cosine, OneVsOneAdjuster(COUNTS, 0.2, NORMS).cosine)
+    with pytest.raises(TypeError, match="centre"):
+        AdditiveLogitAdjustment.tuned(COUNTS, s, y, centre="shift")

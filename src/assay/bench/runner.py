@@ -11,7 +11,7 @@ from .fingerprint import arm_fingerprint, case_fingerprint, digest, files_finger
 from .prepared import PreparedStore
 from .records import Records
 from .result import build_result
-from .study import Study, check_case
+from .study import Study, as_case
 from .trial import Status, Task, TrialResult, run_prepare, run_trial
 
 ENGINE = 1  # part of every key: raise it when the bench itself changes what a trial computes
@@ -248,9 +248,7 @@ def _as_prepare(case: Any, study: Study) -> Any:
     """A user's case as a ``prepare``: called if it is callable, checked against what the study's own promises."""
 
     def prepare(config: Config, log: Any) -> Any:
-        shared = case(config, log) if callable(case) else case
-        check_case(study, shared)
-        return shared
+        return as_case(study, case(config, log) if callable(case) else case)
 
     if module := module_of(case):
         prepare.__module__ = module.__name__

@@ -180,23 +180,32 @@ def with_arm(study: Study, name: str, arm: Any) -> dict[str, Any]:
     return {**study.arms, name: arm}
 
 
-def check_case(study: Study, shared: Any) -> None:
-    """Refuses a user's case that lacks what ``prepare`` promises.
+def as_case(study: Study, shared: Any) -> Any:
+    """A user's case with every field that ``prepare`` promises: those it lacks take the promised type's defaults.
 
     Raises:
-        UsageError: fields missing from the returned object; the message shows the protocol.
+        UsageError: fields without a default are missing; the message shows the protocol.
     """
-    promised = inspect.get_annotations(study.prepare, eval_str=True).get("return") if study.prepare else None
+    promised: Any = inspect.get_annotations(study.prepare, eval_str=True).get("return") if study.prepare else None
     names = getattr(promised, "_fields", None) or getattr(promised, "__dataclass_fields__", None)
     if not names or (isinstance(promised, type) and isinstance(shared, promised)):
-        return
-    missing = [name for name in names if not hasattr(shared, name)]
+        return shared
+    absent = [name for name in names if not hasattr(shared, name)]
+    missing = [name for name in absent if not _has_default(promised, name)]
     if missing:
         kind = getattr(promised, "__name__", "case")
         raise UsageError(
             f"--case returned {type(shared).__name__} without {', '.join(missing)}; it must be a {kind} "
             f"or have the same fields: {', '.join(names)}.\n\n{protocol_text(study)}"
         )
+    return promised(**{name: getattr(shared, name) for name in names if name not in absent}) if absent else shared
+
+
+def _has_default(promised: Any, name: str) -> bool:
+    if name in getattr(promised, "_field_defaults", {}):
+        return True
+    field = getattr(promised, "__dataclass_fields__", {}).get(name)
+    return field is not None and not (field.default is field.default_factory is dataclasses.MISSING)
 
 
 def _positional(function: Callable[..., Any]) -> tuple[int, int] | None:

@@ -256,3 +256,19 @@ def balanced_metrics(predicted: Tensor, labels: Tensor, class_counts: Tensor) ->
             raise ValueError(f"labels hold no row of the {len(group)} classes with {name} training rows")
         metrics[name] = recall[group].nanmean().item()
     return metrics
+
+
+def guessing(labels: Tensor, classes: int) -> dict[str, float]:
+    """What guessing every class alike reaches in balanced accuracy: the mean, and the standard error on these rows.
+
+    Args:
+        labels: Of the rows that are measured, ``(n,)``; absent classes do not count.
+        classes: K, how many are guessed from.
+
+    Example:
+        >>> {name: round(value, 2) for name, value in guessing(torch.arange(3).repeat(50), 3).items()}
+        {'chance': 33.33, 'chance_error': 3.85}
+    """
+    rows = torch.bincount(labels)
+    p, found = 1 / classes, rows[rows > 0].double()
+    return {"chance": 100 * p, "chance_error": 100 * (p * (1 - p) / found).sum().sqrt().item() / len(found)}

@@ -1,14 +1,12 @@
 """Post-hoc adjustment: rules that turn a trained classifier's logits into ones that treat every class alike."""
 
-from collections.abc import Iterable
-from functools import partial
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .checks import Counts, check_classes, check_values, checked_counts, checked_strength
-from .tuning import Metric, best_strength, steps, warn_if_winners_are_negative
+from .tuning import TunableRule, steps, warn_if_winners_are_negative
 
 
 class Adjuster(Protocol):
@@ -17,7 +15,7 @@ class Adjuster(Protocol):
     def __call__(self, logits: Tensor) -> Tensor: ...
 
 
-class MultiplicativeLogitAdjustment(nn.Module):
+class MultiplicativeLogitAdjustment(TunableRule):
     r"""Multiplies each class's logit by a power of its inverse training share (MLA).
 
     From *Multiplicative Logit Adjustment Approximates Neural-Collapse-Aware Decision Boundary Adjustment* (Hasegawa &
@@ -34,8 +32,9 @@ class MultiplicativeLogitAdjustment(nn.Module):
         gamma: Exponent, ≥ 0. 0 leaves the logits; theory says 0.39 to 0.5; :meth:`tuned` finds it on held-out rows. The
             paper's best are 0.65 (CIFAR-100-LT) and 1.6 (CIFAR-10-LT).
         center: ``None`` as in the paper, or ``"shift"`` to subtract each row's mean logit first (experimental).
-        check: Refuse NaN, infinite results, probabilities and log-probabilities. One more pass over the result, and on a
-            GPU a synchronisation; not done inside ``torch.compile``.
+        check: Refuse NaN, infinite results, probabilities and log-probabilities (these where 3 rows give them away, in half
+            precision 7, in bfloat16 14; fewer rows may be so by chance and pass). One more pass over the result, and on
+            a GPU a synchronisation; not done inside ``torch.compile``.
 
     Shapes:
         - logits ``(*, K)``, output ``(*, K)`` of the same dtype.
@@ -77,39 +76,15 @@ class MultiplicativeLogitAdjustment(nn.Module):
         return adjusted
 
     @classmethod
-    def tuned(
-        cls,
-        class_counts: Counts,
-        logits: Tensor,
-        targets: Tensor,
-        grid: Iterable[float] = steps(2.0),
-        metric: Metric = "balanced_accuracy",
-        *,
-        center: Literal["shift"] | None = None,
-    ) -> "MultiplicativeLogitAdjustment":
-        """The exponent of the grid that does best on held-out rows, the smallest where several are level.
-
-        Args:
-            class_counts: Training rows of each class, ``(K,)``.
-            logits: Raw logits of rows that were not trained on and are not the test rows, ``(n, K)``.
-            targets: Their classes, ``(n,)``.
-            grid: Values of gamma.
-            metric: ``"balanced_accuracy"``, or a function ``(predicted, targets) -> float`` to be maximised.
-            center: As in the class.
-
-        Warns:
-            UserWarning: the winning logit is negative on more than 5 % of the rows; two classes.
-        """
-        logits = torch.as_tensor(logits)
-        warn_if_winners_are_negative(logits - logits.mean(-1, keepdim=True) if center else logits)
-        make = partial(cls, class_counts, center=center)
-        return make(best_strength(make, class_counts, logits, targets, grid, metric)).to(logits.device)
+    def _warn_of(cls, logits: Tensor, options: dict[str, Any]) -> None:
+        centred = logits - logits.mean(-1, keepdim=True) if options.get("center") else logits
+        warn_if_winners_are_negative(centred, stacklevel=4)
 
     def extra_repr(self) -> str:
         return f"classes={len(self.log_ratio)}, gamma={self.gamma.item():g}, center={self.center!r}"
 
 
-class AdditiveLogitAdjustment(nn.Module):
+class AdditiveLogitAdjustment(TunableRule):
     r"""Subtracts each class's scaled log prior from its logit (ALA).
 
     From *Long-tail learning via logit adjustment* (Menon et al., ICLR 2021):
@@ -117,12 +92,14 @@ class AdditiveLogitAdjustment(nn.Module):
     .. math:: s'_k = s_k - \tau \log \pi_k, \quad \pi_k = n_k / \textstyle\sum_j n_j .
 
     With :math:`\tau = 1` and a classifier that knows its probabilities this minimises the balanced error. Works on log
-    probabilities too. Not for a model that was trained with :class:`LogitAdjustedLoss`: that one is adjusted already.
+    probabilities too. On scores that are no log-odds (margins, cosines) a unit of score means nothing, and neither does
+    :math:`\tau = 1`: take :meth:`tuned`. Scores alone do not show what they are; only probabilities are recognised. Not for a
+    model that was trained with :class:`LogitAdjustedLoss`: that one is adjusted already.
 
     Args:
         class_counts: Training rows of each class, ``(K,)``, positive.
         tau: Factor, ≥ 0. 0 leaves the logits.
-        check: Refuse NaN and infinite results, as in :class:`MultiplicativeLogitAdjustment`.
+        check: Refuse NaN and infinite results, and warn of probabilities, as :class:`MultiplicativeLogitAdjustment` does.
 
     Shapes:
         - logits ``(*, K)``, output ``(*, K)`` of the same dtype.
@@ -130,11 +107,15 @@ class AdditiveLogitAdjustment(nn.Module):
     Raises:
         ValueError: counts that are not positive, logits with another number of classes, and what `check` refuses.
 
+    Warns:
+        UserWarning: these are probabilities; the prior's logarithm belongs to their logarithm.
+
     Example:
         >>> AdditiveLogitAdjustment([90, 9, 1])(torch.tensor([[3.0, 2.0, 0.0]])).argmax(-1)
         tensor([2])
     """
 
+    grid: ClassVar[tuple[float, ...]] = steps(3.0)
     tau: Tensor
     log_prior: Tensor
 
@@ -151,19 +132,6 @@ class AdditiveLogitAdjustment(nn.Module):
         if self.check:
             check_values(adjusted, logits, raw=False)
         return adjusted
-
-    @classmethod
-    def tuned(
-        cls,
-        class_counts: Counts,
-        logits: Tensor,
-        targets: Tensor,
-        grid: Iterable[float] = steps(3.0),
-        metric: Metric = "balanced_accuracy",
-    ) -> "AdditiveLogitAdjustment":
-        """The factor of the grid that does best on held-out rows; see :meth:`MultiplicativeLogitAdjustment.tuned`."""
-        make = partial(cls, class_counts)
-        return make(best_strength(make, class_counts, logits, targets, grid, metric)).to(torch.as_tensor(logits).device)
 
     def extra_repr(self) -> str:
         return f"classes={len(self.log_prior)}, tau={self.tau.item():g}"

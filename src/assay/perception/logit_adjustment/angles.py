@@ -78,3 +78,9 @@ def boundary_angles(
     mean_norm = (n * m).sum() / n.sum()
     # The released code lacks the clamp and returns NaN for short features.
     return rho / 2 - torch.arcsin((strength * log_ratio / (2 * mean_norm * math.sin(rho / 2))).clamp(-1, 1))
+
+
+def mean_gap(angles: Tensor, other: Tensor) -> float:
+    """Mean distance in radians of two ``(K, K)`` tables of boundaries, over pairs of different classes."""
+    gap = (angles - other).abs()
+    return gap[~torch.eye(len(gap), dtype=torch.bool)].mean().item()

@@ -73,17 +73,10 @@ class LogitAdjustedLoss(VectorScalingLoss):
     The training-time form of *Long-tail learning via logit adjustment* (Menon et al., ICLR 2021). Do not adjust again
     afterwards: a model trained with it would be corrected twice.
 
+    :class:`VectorScalingLoss` without the scaling: its other arguments, shapes and errors.
+
     Args:
-        class_counts: Training rows of each class, ``(K,)``, positive.
         tau: Factor, ≥ 0; 1 is consistent for the balanced error.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
-
-    Shapes:
-        - logits ``(B, K)``, targets ``(B,)`` class indices or ``(B, K)`` probabilities.
-
-    Raises:
-        ValueError: counts that are not positive, logits with another number of classes.
 
     Example:
         >>> criterion = LogitAdjustedLoss([90, 9, 1])

@@ -2,20 +2,19 @@
 
 import math
 import warnings
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .angles import boundary_angles, simplex_angle
 from .checks import Counts, check_classes, check_values, checked_counts, checked_norms, checked_strength
-from .tuning import Metric, best_strength, steps
+from .tuning import TunableRule
 
 # Comparisons held at once. Large enough to keep the vector units busy, small enough to stay in a core's cache.
 _BLOCK = 2**18
 
 
-class OneVsOneAdjuster(nn.Module):
+class OneVsOneAdjuster(TunableRule):
     r"""Decides every pair of classes at the boundary that neural-collapse theory calls optimal; the most wins predict.
 
     The reference method of *Multiplicative Logit Adjustment Approximates Neural-Collapse-Aware Decision Boundary
@@ -108,26 +107,6 @@ class OneVsOneAdjuster(nn.Module):
             share = (favour - low) / (high - low).clamp_min(torch.finfo(s.dtype).tiny)
             wins += 0.49 * share.masked_fill(masked, 0.0)
         return (wins / K).reshape(logits.shape)
-
-    @classmethod
-    def tuned(
-        cls,
-        class_counts: Counts,
-        logits: Tensor,
-        targets: Tensor,
-        grid: Iterable[float] = steps(2.0, 0.1),
-        metric: Metric = "balanced_accuracy",
-        *,
-        feature_norms: Counts | None = None,
-    ) -> "OneVsOneAdjuster":
-        """The exponent of the grid that does best on held-out rows; see :meth:`MultiplicativeLogitAdjustment.tuned`."""
-
-        def make(tau: float) -> OneVsOneAdjuster:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the grid may reach far; only the value that is kept is worth a warning
-                return cls(class_counts, tau, feature_norms)
-
-        return cls(class_counts, best_strength(make, class_counts, logits, targets, grid, metric), feature_norms)
 
     def extra_repr(self) -> str:
         return f"classes={len(self.log_weight)}, tau={self.tau.item():g}, break_ties={self.break_ties}"
