@@ -106,6 +106,12 @@ def test_dry_run_prints_the_plan_and_runs_nothing(toys, runs_folder):
     assert not (runs_folder / "prepared").exists()
 
 
+@pytest.mark.parametrize("only", [("--only", "one,half"), ("--only", "one", "--only", "half")])
+def test_only_takes_commas_and_repeats(toys, only):
+    ran = json.loads(assay("run", "toy", "--scale", "smoke", "--set", "lr=1", *only, "--json").stdout)
+    assert list(ran["arms"]) == ["one", "half"]
+
+
 def test_json_of_every_reading_command(toys):
     ran = json.loads(assay("run", "toy", "--scale", "smoke", "--json").stdout)
     assert ran["claims"][0]["verdict"] == "holds"

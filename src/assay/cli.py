@@ -142,7 +142,7 @@ def run(
         list[str] | None,
         typer.Option("--arm", metavar="NAME=PATH", help="Add your own arm: name=module:attribute or name=file.py:attribute."),
     ] = None,
-    only: Annotated[str, typer.Option(help="Run only these arms, comma-separated.")] = "",
+    only: Annotated[list[str] | None, typer.Option(help="Run only these arms: comma-separated, or again for each.")] = None,
     case: Annotated[
         str, typer.Option(metavar="PATH", help="Your own model and data: module:attribute or file.py:attribute.")
     ] = "",
@@ -182,7 +182,7 @@ def run(
                     settings or [],
                     seeds,
                     arms or [],
-                    only,
+                    only or [],
                     case,
                     on,
                     device,
@@ -364,7 +364,7 @@ def _run_one(
     settings: list[str],
     seeds: int | None,
     arms: list[str],
-    only: str,
+    only: list[str],
     case: str,
     on: str,
     device: str,
@@ -404,7 +404,7 @@ def _run_one(
     with Screen(err) if not as_json else _nothing() as screen:
         job = Job(
             method.slug, study, scale.value, config, records, screen or Quiet(), overrides, where,
-            tuple(part.strip() for part in only.split(",") if part.strip()), users_case, case, extra,
+            tuple(part.strip() for item in only for part in item.split(",") if part.strip()), users_case, case, extra,
         )  # fmt: skip
         result = run_job(job, _executor(on))
     if save_reference:
