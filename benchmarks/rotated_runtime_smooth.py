@@ -6,12 +6,15 @@ weights in int8 on a CPU.
 
 import torch
 from torch import nn
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8DynamicActivationIntxWeightConfig, quantize_
-from torchao.quantization.granularity import PerGroup
 
 from assay.bench.speed import Contest
 from assay.compression import RRSConfig, RRSLinear
 from assay.compression.rotated_runtime_smooth.linear import OnlineRotation, RotatedLinear
+from assay.compression.rotated_runtime_smooth.quiet import quiet_torchao
+
+with quiet_torchao():
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
 
 torch.manual_seed(0)
 torch.set_grad_enabled(False)

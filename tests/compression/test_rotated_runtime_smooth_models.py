@@ -188,12 +188,6 @@ def test_left_padding_does_not_change_the_result(scope, sink):
     assert model.model.layers[0].mlp.down_proj.tokens.valid is None
 
 
-def test_a_mask_of_another_rank_is_reported():
-    model = quantize_rrs(build("llama", torch.float32), RRSConfig(group="auto"))
-    with pytest.warns(UserWarning, match="padding counts"):
-        logits(model, attention_mask=torch.ones(2, 1, 14, 14, dtype=torch.bool).tril())
-
-
 def test_batch_scope_looks_at_every_sequence():
     per_sequence = quantize_rrs(build("llama"), RRSConfig(group="auto"))
     per_batch = quantize_rrs(build("llama"), RRSConfig(group="auto", scope="batch"))

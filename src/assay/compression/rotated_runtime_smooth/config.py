@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantization_config
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from .quiet import quiet_torchao
+
+with quiet_torchao():  # transformers imports it for a quantizer of its own
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantization_config
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RELEASED_TARGETS = ("o_proj", "gate_proj", "up_proj", "down_proj")  # the released code leaves q, k and v at plain rounding

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Two small dense factors are faster on BLAS than a butterfly of many passes; 64 keeps the cost at 64·K·log_64 K.
+# Two small dense factors are faster on BLAS than a butterfly of many passes. Bases are merged up to this order; a base that
+# is larger by itself (344 in 11008) stays one factor.
 _LARGEST_MERGED = 64
 
 

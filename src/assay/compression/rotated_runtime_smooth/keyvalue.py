@@ -51,6 +51,13 @@ def use_rounded_keys(model: PreTrainedModel) -> None:
         model.set_attn_implementation(PREFIX + current)
 
 
+def use_plain_keys(model: PreTrainedModel) -> None:
+    """Takes `use_rounded_keys` back."""
+    current = model.config.get_text_config()._attn_implementation
+    if current.startswith(PREFIX):
+        model.set_attn_implementation(current.removeprefix(PREFIX))
+
+
 def _rounded(attention: Callable[..., Any]) -> Callable[..., Any]:
     def forward(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         query, key = rotated_round_keys(query, key)

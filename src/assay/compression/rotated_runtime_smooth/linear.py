@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .config import RRSConfig
 from .hadamard import apply_factors, hadamard_factors, with_base
+from .masks import TokenMask
 from .pack import pack_int4, rrs_gemm, unpack_int4
 from .smooth import SINK_RATIO, quantize_tokens, runtime_smooth, sink_ratio
 from .weights import clip_scale, round_weight
@@ -48,37 +49,6 @@ class RotatedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(self.online(input, self.online_base))
-
-
-class TokenMask:
-    """Which tokens of the model's current call count. A hook on the decoder sets it; every `RRSLinear` reads it."""
-
-    def __init__(self) -> None:
-        self.valid: Tensor | None = None  # (batch, tokens) bool
-        self.sink_reported = False  # one warning a model, not one a layer
-
-    def attach(self, decoder: nn.Module) -> None:
-        decoder.register_forward_pre_hook(self._remember, with_kwargs=True)
-        decoder.register_forward_hook(self._forget, always_call=True)
-
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        tokens = ids if ids is not None else kwargs.get("inputs_embeds")
-        self.valid = None
-        if not isinstance(mask, Tensor) or tokens is None:
-            return
-        if mask.ndim != 2:
-            warnings.warn(
-                f"padding counts for the scales: attention_mask has {mask.ndim} dimensions, not (batch, tokens)",
-                stacklevel=2,
-            )
-            return
-        valid = mask[:, -tokens.shape[1] :].bool()  # with a cache the mask covers the past too
-        self.valid = None if valid.all() else valid
-
-    def _forget(self, *_: Any) -> None:
-        self.valid = None
 
 
 class RRSLinear(nn.Module):
@@ -230,7 +200,7 @@ class RRSLinear(nn.Module):
         self._watch_for_sink = False
         if torch.compiler.is_compiling() or (self.tokens is not None and self.tokens.sink_reported):
             return
-        ratio = sink_ratio(x).item()
+        ratio = sink_ratio(x.detach()).item()  # checkpointing must find nothing here that it has to do again
         if ratio > SINK_RATIO:
             if self.tokens is not None:
                 self.tokens.sink_reported = True

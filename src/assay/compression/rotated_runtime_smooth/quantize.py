@@ -1,7 +1,7 @@
 """Quantising a whole model, and its registration with transformers."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,33 +10,35 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from .calibrate import calibration_batches, gptq_layers
 from .config import LINEARS, RRSConfig
 from .hadamard import kronecker_orders
-from .keyvalue import check_rounded_keys, use_rounded_keys
-from .linear import OnlineRotation, RotatedLinear, RRSLinear, TokenMask, weight_scale
-from .rotate import decoder_module, decoder_of, linear_parent, rotate_model
-from .weights import gptq_round
+from .keyvalue import check_rounded_keys, use_plain_keys, use_rounded_keys
+from .linear import OnlineRotation, RotatedLinear, RRSLinear
+from .masks import TokenMask, detach_masks
+from .rotate import check_weights, decoder_module, decoder_of, linear_parent, rotate_model
+from .saving import ONLINE_ROTATIONS, allow_saving, refuse_saving
 
-# What one forward of a layer can feed: the inputs of a later step change once the weights of an earlier one are rounded.
-GPTQ_STEPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+Calibration = Tensor | Mapping[str, Any] | Sequence[int] | Iterable[Tensor | Mapping[str, Any] | Sequence[int]]
 
 
-def quantize_rrs(
-    model: PreTrainedModel, config: RRSConfig, calib: Iterable[Tensor | Mapping[str, Tensor]] | None = None
-) -> PreTrainedModel:
+def quantize_rrs(model: PreTrainedModel, config: RRSConfig, calib: Calibration | None = None) -> PreTrainedModel:
     r"""Rotates and quantises a causal language model in place: its decoder's linears become `RRSLinear`.
 
     From *Rotated Runtime Smooth* (Yi et al., ICLR 2025); lm_head, embeddings and norms keep their dtype. The result
-    generates, saves with ``save_pretrained`` and loads with ``from_pretrained`` (once this package is imported).
+    generates, saves with ``save_pretrained`` and loads with ``from_pretrained``, once the process that loads has imported
+    this package (``import assay.compression.rotated_runtime_smooth``): transformers skips quantisation it does not know.
 
     Args:
         model: Llama-shaped causal model, see `rotate_model`.
         config: What to do.
-        calib: Token ids ``(tokens,)`` or ``(batch, tokens)``, or mappings with ``input_ids`` (and ``attention_mask``), for
-            ``weight_method="gptq"`` (the paper: 128 sequences of the model's length). Ignored otherwise.
+        calib: For ``weight_method="gptq"`` (the paper: 128 sequences of the model's length), ignored otherwise. Token ids
+            ``(tokens,)`` or ``(batch, tokens)`` as a tensor or lists, a tokenizer's output (``input_ids`` and
+            ``attention_mask``), or an iterable of either, such as a data loader.
 
     Raises:
-        ValueError: an unsupported architecture; quantised already; gptq without data; a group that does not divide.
+        ValueError: an unsupported architecture; quantised already; weights that are not finite, an odd number of inputs, a
+            group that does not divide; gptq without data, or with data that are no token ids. The model is then as it was.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,9 +63,12 @@ def configure_activations(model: PreTrainedModel, config: RRSConfig) -> PreTrain
 
     Weights, rotation, keys and values stay as they are.
     """
-    for module in model.modules():
-        if isinstance(module, RRSLinear):
-            module.configure(config)
+    layers = [module for module in model.modules() if isinstance(module, RRSLinear)]
+    for module in layers:  # a group that does not divide is reported before anything is changed
+        if config.smooths(module.name):
+            config.group_of(module.in_features, module.name)
+    for module in layers:
+        module.configure(config)
     held = getattr(model, "hf_quantizer", None)
     if held is not None:
         changed = {name: getattr(config, name) for name in ("a_bits", "smooth", "group", "smooth_targets", "scope", "sink")}
@@ -80,9 +85,31 @@ def packed_bytes(model: nn.Module) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _transform(model: PreTrainedModel, config: RRSConfig, calib: Iterable[Any] | None) -> None:
-    if config.weight_method == "gptq" and config.w_bits < 16 and calib is None:
-        raise ValueError("weight_method='gptq' needs calib, an iterable of token ids")
+def _transform(model: PreTrainedModel, config: RRSConfig, calib: Calibration | None) -> None:
+    batches = _check(model, config, calib)
+    layers = decoder_of(model).layers
+    if config.rotate != "none":
+        rotate_model(model, config.seed, rotation=config.rotate)
+    try:
+        if batches:
+            gptq_layers(model, layers, config, batches)
+        else:
+            for layer in layers:
+                for name in LINEARS:
+                    parent = linear_parent(layer, name)
+                    setattr(parent, name, RRSLinear.from_linear(getattr(parent, name), config, name=name))
+    except BaseException as error:
+        refuse_saving(model, "quantisation broke off, the model is neither what it was nor quantised")
+        error.add_note("the model is neither what it was nor quantised: load it again")
+        raise
+    allow_saving(model)
+
+
+def _check(model: PreTrainedModel, config: RRSConfig, calib: Calibration | None) -> list[dict[str, Tensor]]:
+    """Everything that can be wrong with the arguments, before the model is changed; the batches for GPTQ."""
+    gptq = config.weight_method == "gptq" and config.w_bits < 16
+    if gptq and calib is None:
+        raise ValueError("weight_method='gptq' needs calib: token ids, a tokenizer's output, or an iterable of either")
     parts = decoder_of(model)
     if config.rotate == "none" and any(isinstance(module, RotatedLinear) for module in model.modules()):
         raise ValueError(
@@ -91,103 +118,15 @@ def _transform(model: PreTrainedModel, config: RRSConfig, calib: Iterable[Any] |
         )
     if config.kv_bits < 16:
         check_rounded_keys(model)
-    for layer in parts.layers:  # a group that does not divide is reported before anything is changed
+    for i, layer in enumerate(parts.layers):
         for name in LINEARS:
+            inputs = getattr(linear_parent(layer, name), name).in_features
             if config.smooths(name):
-                config.group_of(getattr(linear_parent(layer, name), name).in_features, name)
-    if config.rotate != "none":
-        rotate_model(model, config.seed, rotation=config.rotate)
-    if config.weight_method == "gptq" and config.w_bits < 16:
-        assert calib is not None
-        _gptq(model, parts.layers, config, calib)
-        return
-    for layer in parts.layers:
-        for name in LINEARS:
-            parent = linear_parent(layer, name)
-            setattr(parent, name, RRSLinear.from_linear(getattr(parent, name), config, name=name))
-
-
-def _gptq(model: PreTrainedModel, layers: Any, config: RRSConfig, calib: Iterable[Any]) -> None:
-    """Layer after layer: the Hessians see what the rounded layers before them produce, activations unrounded."""
-    hidden, arguments, valid = _first_inputs(model, layers, calib)
-    for depth, layer in enumerate(layers):
-        rounded: dict[str, Tensor] = {}
-        scales = {name: weight_scale(getattr(linear_parent(layer, name), name).weight, config) for name in LINEARS}
-        for step in GPTQ_STEPS:
-            linears = {name: getattr(linear_parent(layer, name), name) for name in step}
-            hessians = _hessians(layer, linears, hidden, [kwargs[depth] for kwargs in arguments], valid)
-            for name, linear in linears.items():
-                rounded[name] = gptq_round(linear.weight, hessians[name], scales[name])
-                linear.weight.copy_(rounded[name] * scales[name])
-        hidden = [_run(layer, x, kwargs[depth]) for x, kwargs in zip(hidden, arguments, strict=True)]
-        for name in LINEARS:
-            parent = linear_parent(layer, name)
-            done = RRSLinear.from_linear(getattr(parent, name), config, name=name, rounded=(rounded[name], scales[name]))
-            setattr(parent, name, done)
-
-
-def _hessians(
-    layer: nn.Module,
-    linears: dict[str, nn.Linear],
-    hidden: list[Tensor],
-    arguments: list[dict[str, Any]],
-    valid: list[Tensor | None],
-) -> dict[str, Tensor]:
-    sums: dict[str, Tensor] = {}
-    counted: Tensor | None = None  # of the batch at work: padding is no activation
-
-    def accumulate(name: str) -> Any:
-        def hook(linear: nn.Linear, args: tuple[Tensor, ...]) -> None:
-            x = linear.online(args[0], linear.online_base) if isinstance(linear, RotatedLinear) else args[0]
-            x = x.reshape(-1, x.shape[-1]).float() if counted is None else x[counted].float()
-            sums[name] = sums.get(name, 0) + (x.T @ x).double()
-
-        return hook
-
-    handles = [linear.register_forward_pre_hook(accumulate(name)) for name, linear in linears.items()]
-    try:
-        for x, kwargs, mask in zip(hidden, arguments, valid, strict=True):
-            counted = mask
-            _run(layer, x, kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sums
-
-
-def _first_inputs(
-    model: PreTrainedModel, layers: nn.ModuleList, calib: Iterable[Any]
-) -> tuple[list[Tensor], list[list[dict[str, Any]]], list[Tensor | None]]:
-    """Each batch's input of the first layer, the keyword arguments of every layer (masks, positions), its tokens that count."""
-    hidden: list[Tensor] = []
-    valid: list[Tensor | None] = []
-    arguments: list[list[dict[str, Any]]] = []
-
-    def remember(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if layer is layers[0]:
-            hidden.append(args[0] if args else kwargs["hidden_states"])
-            arguments.append([])
-        arguments[-1].append({name: value for name, value in kwargs.items() if name != "hidden_states"})
-
-    handles = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in layers]
-    try:
-        for item in calib:
-            batch = dict(item) if isinstance(item, Mapping) else {"input_ids": item}
-            batch = {name: value.to(model.device) for name, value in batch.items() if name in ("input_ids", "attention_mask")}
-            batch = {name: value[None] if value.ndim == 1 else value for name, value in batch.items()}
-            valid.append(batch["attention_mask"].bool() if "attention_mask" in batch else None)
-            model(**batch, use_cache=False, logits_to_keep=1)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not hidden:
-        raise ValueError("calib is empty")
-    return hidden, arguments, valid
-
-
-def _run(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    out = layer(x, **kwargs)
-    return out[0] if isinstance(out, tuple) else out
+                config.group_of(inputs, name)
+            if config.w_bits < 16 and inputs % 2:
+                raise ValueError(f"in_features must be even to pack two weights a byte, layer {i}'s {name} has {inputs}")
+    check_weights(model, parts)
+    return calibration_batches(calib, parts.embedding.weight.shape[0]) if gptq else []
 
 
 class RRSQuantizer(HfQuantizer):
@@ -213,11 +152,18 @@ class RRSQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Back to `nn.Linear` (still rotated, where the config rotates), with the rounded weights."""
+        """Back to `nn.Linear` and the model's own attention, with the rounded weights.
+
+        Where the config rotates, the model still is, and can no longer be saved: see `rotate_model`.
+        """
         for parent in list(model.modules()):
             for name, module in list(parent.named_children()):
                 if isinstance(module, RRSLinear):
                     setattr(parent, name, _restored(module, dtype))
+        detach_masks(model)
+        use_plain_keys(model)
+        if self.quantization_config.rotate != "none":
+            refuse_saving(model, ONLINE_ROTATIONS)
         return model
 
     def is_serializable(self) -> bool:

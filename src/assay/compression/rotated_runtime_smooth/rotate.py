@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .config import LINEARS, ROTATIONS
 from .hadamard import apply_factors, hadamard_factors, orthogonal_factors, random_base, with_base
 from .linear import OnlineRotation, RotatedLinear, RRSLinear
+from .saving import ONLINE_ROTATIONS, refuse_saving
 
 
 class Decoder(NamedTuple):
@@ -58,6 +59,9 @@ def rotate_model(model: PreTrainedModel, seed: int = 0, *, rotation: str = "hada
     o_proj and down_proj are rotated, everything in float64. Only the rotations across heads and before down_proj cannot
     be folded; those linears become `RotatedLinear`. A tied lm_head is untied.
 
+    The result cannot be saved as a plain checkpoint, and ``save_pretrained`` says so: quantise with
+    ``RRSConfig(w_bits=16, a_bits=16)`` instead, which rotates, rounds nothing, saves and loads.
+
     Args:
         model: Llama-shaped (Llama, Mistral, Qwen2, Qwen3, SmolLM …), on any device, in any float dtype.
         seed: Of the residual rotation's signs.
@@ -68,8 +72,9 @@ def rotate_model(model: PreTrainedModel, seed: int = 0, *, rotation: str = "hada
 
     Raises:
         ValueError: an architecture whose function would change: post-sublayer norms or norm weights stored as 1 + w
-            (Gemma), LayerNorm, missing linears; already rotated or quantised; `rotation` unknown.
-        RuntimeError: the logits moved (`check`).
+            (Gemma), LayerNorm, missing linears; already rotated or quantised; weights that are not finite; `rotation`
+            unknown. The model is then as it was.
+        RuntimeError: the logits moved (`check`). The model is then rotated: load it again.
     """
     if rotation not in ROTATIONS or rotation == "none":
         raise ValueError(f"rotation must be one of {ROTATIONS[:3]}, got {rotation!r}")
@@ -78,13 +83,17 @@ def rotate_model(model: PreTrainedModel, seed: int = 0, *, rotation: str = "hada
     parts = decoder_of(model)
     if any(isinstance(module, RotatedLinear) for module in model.modules()):
         raise ValueError("the model is rotated already")
+    check_weights(model, parts)
     if rotation != "online":
         _check_norms(parts)
     for layer in parts.layers:
         if getattr(layer.self_attn, "v_norm", None) is not None:
             raise ValueError(f"{type(model).__name__} normalises its values: their rotation cannot be folded away")
     before = _probe(model) if check else None
+    if before is not None and not torch.isfinite(before).all():
+        raise ValueError(f"the logits of {type(model).__name__} are not finite before anything is done to it")
 
+    refuse_saving(model, ONLINE_ROTATIONS)
     generator = torch.Generator().manual_seed(seed)
     if rotation != "online":
         _untie(model)
@@ -96,6 +105,24 @@ def rotate_model(model: PreTrainedModel, seed: int = 0, *, rotation: str = "hada
     if before is not None:
         _compare(before, _probe(model), model)
     return model
+
+
+def check_weights(model: PreTrainedModel, parts: Decoder) -> None:
+    """Raises ValueError for weights that cannot be rotated or rounded, before anything is changed."""
+    named = {"embedding": parts.embedding, "lm_head": parts.head, "norm": parts.norm}
+    for i, layer in enumerate(parts.layers):
+        named |= {f"layers.{i}.{name}": getattr(linear_parent(layer, name), name) for name in LINEARS}
+        named |= {f"layers.{i}.{name}": child for name, child in layer.named_children() if "norm" in name}
+        heads = int(getattr(layer.self_attn, "head_dim", 0) or 0)
+        if not heads or layer.self_attn.o_proj.in_features % heads or layer.self_attn.v_proj.out_features % heads:
+            raise ValueError(f"layer {i} of {type(model).__name__} has no head_dim that divides its o_proj and v_proj")
+    for name, module in named.items():
+        for kind, value in module.named_parameters(recurse=False):
+            if value.is_meta or not value.is_floating_point():
+                what = "on the meta device (offloaded?)" if value.is_meta else f"of dtype {value.dtype} (quantised already?)"
+                raise ValueError(f"{name}.{kind} of {type(model).__name__} is {what}; load the model whole, in a float dtype")
+            if not torch.isfinite(value).all():
+                raise ValueError(f"weights must be finite, {name}.{kind} of {type(model).__name__} is not")
 
 
 def _check_norms(parts: Decoder) -> None:
@@ -225,5 +252,6 @@ def _compare(before: Tensor, after: Tensor, model: PreTrainedModel) -> None:
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 5e-2
     if not change <= tolerance:
         raise RuntimeError(
-            f"rotation moved the logits of {type(model).__name__} by {change:.1e} (relative): its architecture is not supported"
+            f"rotation moved the logits of {type(model).__name__} by {change:.1e} (relative): its architecture is not "
+            "supported. The model is rotated now: load it again"
         )
