@@ -3,13 +3,19 @@ import sys
 
 import pytest
 
-from assay.data import available, load_images, load_series, load_text, needs
+from assay.data import available, load_images, load_preferences, load_reviews, load_series, load_text, needs
 from assay.data.image_sets import LOADERS
 
 
 @pytest.mark.slow  # reads most of the sets
 def test_every_name_has_a_loader_and_what_is_present_loads():
-    load = {"text": lambda n: load_text(n, limit=10), "images": load_images, "series": load_series}
+    load = {
+        "text": lambda n: load_text(n, limit=10),
+        "images": load_images,
+        "series": load_series,
+        "reviews": load_reviews,
+        "preferences": load_preferences,
+    }
     for data in available():
         assert data.licence
         assert data.home

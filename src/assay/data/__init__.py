@@ -13,6 +13,8 @@ __getattr__, __dir__, __all__ = lazy.attach(
         "images": ["Images", "load_images"],
         "needs": ["needs"],
         "places": ["DataUnavailable", "cache_home", "find"],
+        "preferences": ["PreferencePair", "Preferences", "load_preferences"],
+        "reviews": ["Reviews", "load_reviews"],
         "series": ["Series", "load_series"],
         "text": ["load_text"],
     },

@@ -46,6 +46,22 @@ _TELEMANOM = "https://github.com/khundman/telemanom"
 _TABLE = (
     DataSet("stdlib", "text", "source of Python's standard library, 10 million characters", "PSF-2.0", "Python itself"),
     DataSet("pydoc", "text", "Python's language reference, 0.5 million characters", "PSF-2.0", "Python itself"),
+    DataSet(
+        "reviews",
+        "reviews",
+        "3,000 review sentences of films, phones and restaurants, labelled positive or not",
+        "CC BY 4.0",
+        "https://archive.ics.uci.edu/dataset/331/sentiment+labelled+sentences",
+        places=tuple(f"{folder}/yelp_labelled.txt" for folder in ("reviews", "sentiment labelled sentences")),
+    ),
+    DataSet(
+        "preferences",
+        "preferences",
+        "2,312 human preference pairs, HH-RLHF harmless-base test; its prompts are made to provoke",
+        "MIT",
+        "https://huggingface.co/datasets/Anthropic/hh-rlhf",
+        places=("preferences/hh_harmless_base_test.jsonl.gz", "hh-rlhf/harmless-base/test.jsonl.gz"),
+    ),
     _images("digits", "1,797 handwritten digits, 8×8 grey", "CC BY 4.0", "scikit-learn (UCI Optical Digits)"),
     _images(
         "mnist",
