@@ -156,3 +156,14 @@ def test_a_batch_larger_than_the_data_is_the_data(digits):
     losses = train(net, digits.train_images[:20], digits.train_labels[:20], cross_entropy, epochs=2, seed=0, batch=64)
     assert len(losses) == 2
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_a_sampler_chooses_the_rows_of_each_epoch_in_as_many_steps(digits):
+    seen = []
+    train(
+        small_net(), digits.train_images, digits.train_labels, cross_entropy, epochs=2, seed=0, batch=32, shift=0, flip=False,
+        sampler=[5] * len(digits.train_labels), after_step=lambda net, x, y: seen.append((x, y)),
+    )  # fmt: skip
+    assert len(seen) == 2 * (len(digits.train_labels) // 32)
+    assert all(torch.equal(x, digits.train_images[5].expand_as(x)) for x, _ in seen)
+    assert all((y == digits.train_labels[5]).all() for _, y in seen)

@@ -147,6 +147,7 @@ def train(
     flip: bool = True,
     track: Callable[[range], Iterable[int]] = iter,
     after_step: Callable[[Classifier, Tensor, Tensor], None] | None = None,
+    sampler: Iterable[int] | None = None,
 ) -> list[float]:
     """SGD with Nesterov momentum 0.9, a tenth of the steps warm-up, then a cosine to zero.
 
@@ -164,6 +165,7 @@ def train(
         flip: Half of the images are mirrored.
         track: Wraps the range of epochs, for progress.
         after_step: Called with ``(net, images, labels)`` of the batch after its update.
+        sampler: Gives the rows of an epoch each time it is iterated, in place of every row once; as many steps either way.
 
     Returns:
         The mean loss of each epoch.
@@ -183,7 +185,10 @@ def train(
     losses = []
     net.train()
     for _ in track(range(epochs)):
-        order = torch.randperm(len(labels), generator=generator)[: steps_an_epoch * batch]
+        order = torch.randperm(len(labels), generator=generator) if sampler is None else torch.tensor(list(sampler))
+        if len(order) < steps_an_epoch * batch:
+            raise ValueError(f"sampler must give at least {steps_an_epoch * batch} rows an epoch, it gave {len(order)}")
+        order = order[: steps_an_epoch * batch]
         sum_loss = torch.zeros((), device=device)
         for rows in order.split(batch):
             x, y = augment(images[rows], shift, flip, generator).to(device), labels[rows].to(device)
