@@ -1,0 +1,447 @@
+"""Does a moving reference give a better trade of quality for distance than a fixed one, each at its best beta?
+
+Published: TR-DPO, TR-IPO and TR-KTO win 8.4, 14.3 and 15 points more often than their fixed-reference bases (Pythia 6.9B,
+TL;DR), and gain 9.5, 15.1 and 2.3 points on AlpacaEval 2 (Llama-3), although they end further from the SFT model. Desk: three
+cases. ``tree``: a language of 4^5 sequences that is enumerated, so that reward and KL are exact, every beta of the grid at
+once. ``harmless``: a Llama of 0.8 million weights on human pairs (HH harmless), which have no scorer: held-out accuracy
+against distance. ``reviews``: the same on pairs sampled from the SFT policy and labelled by a classifier with flips, judged
+by another classifier. Desk cannot show: wins judged by GPT-4 or people, and anything about models of 3B and more.
+
+An arm is a callable ``(config) -> Method`` (``arms.py``): a ``loss`` of summed log-probabilities and what its ``reference``
+does, "fixed", "soft" or "hard". Arms that the text cases do not name in ``harmless_arms`` and ``reviews_arms`` run on the tree
+alone, unless they are the user's own.
+
+``prepare`` returns a ``Tree``, a ``HarmlessCase`` or a ``Reviews``. Your own pairs and model: ``--set cases=harmless --set
+preferences=mine.jsonl --set model=path-or-hub-id``.
+"""
+
+import tempfile
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from assay.alignment.preference_pairs import (
+    HarmlessCase,
+    Pairs,
+    harmless_case,
+    implicit_accuracy,
+    pair_logps,
+    sampled_pairs,
+    usable_pairs,
+)
+from assay.alignment.preference_training import silence, trainer_settings
+from assay.alignment.preferences import COMPARE, ReviewCase, distinct2, evaluate, review_case
+from assay.bench import Claim, Config, Replicate, Study, Tune, above, at_least, at_most
+from assay.data.preferences import load_preferences
+from assay.models.small_lm import Checkpoint, sample, token_kl
+
+from .arms import Method, fixed_dpo, fixed_ipo, hard_dpo, simpo, soft_dpo, soft_ipo, trl_sync
+from .frontier import gain_at_equal_kl, shared_bins
+from .tree import Tree, climb, fixed_or_moving, grow
+
+GRID = (0.01, 0.03, 0.1, 0.3)
+EQUAL_BETA = 0.1  # at which distances are compared
+OVER = 0.05  # of the reward's standard deviation: a smaller fall from the peak is no over-optimisation
+
+
+class TrustRegionConfig(Config):
+    cases: tuple[Literal["tree", "harmless", "reviews"], ...] = ("tree", "harmless", "reviews")
+    """Which problems; each is repeated over the seeds."""
+    alpha: float = Field(0.6, gt=0, lt=1)
+    """Share of the policy in a soft update."""
+    syncs: int = Field(8, ge=1)
+    """Updates of the reference in a run."""
+    beta: float = Field(EQUAL_BETA, gt=0)
+    """On the tree, where it is tuned."""
+    betas: tuple[float, ...] = GRID
+    """On the tree, trained besides: what is read off at equal beta."""
+    vocabulary: int = Field(4, ge=2)
+    """Of the tree."""
+    length: int = Field(5, ge=3)
+    """Of the tree's sequences."""
+    hidden: int = 32
+    """Width of the tree's recurrent network."""
+    tree_pairs: int = 200
+    """Preference pairs of the tree."""
+    sharpness: float = 1.0
+    """How reliably the tree's judge prefers the better: P = σ(sharpness · difference), in standard deviations of the reward."""
+    tree_steps: int = 400
+    tree_lr: float = 1e-3
+    tree_batch: int = 32
+    points: int = Field(20, ge=2)
+    """Measurements along a run on the tree."""
+    preferences: str = "preferences"
+    """People's pairs: a set's name, a file or a hub id."""
+    reviews: str = "reviews"
+    """Sentences with 0/1 labels: a set's name or a file."""
+    model: str = ""
+    """Your own SFT model for the harmless case, a path or hub id, in place of the small Llama."""
+    sft_steps: int = 120
+    """Pre-training of the small Llamas."""
+    review_pairs: int = 4
+    """Pairs a prompt, sampled from the SFT policy."""
+    flips: float = Field(0.15, ge=0, le=1)
+    """Share of the sampled pairs with the wrong label."""
+    text_steps: int = 60
+    text_batch: int = 16
+    text_lr: float = 3e-4
+    text_beta: float = Field(EQUAL_BETA, gt=0)
+    harmless_arms: tuple[str, ...] = ("dpo", "tr-dpo-soft", "tr-dpo-hard")
+    reviews_arms: tuple[str, ...] = ("dpo", "tr-dpo-soft", "trl-sync")
+    held_pairs: int = Field(200, ge=2)
+    """Held-out pairs of people that a policy is judged by, of those there are."""
+    looks: int = Field(2, ge=1)
+    """Evaluations along a run on text."""
+    samples: int = 3
+    """Completions of each prompt that a text policy is judged by."""
+
+
+class Reviews(NamedTuple):
+    case: ReviewCase
+    train: Pairs
+
+
+def replicates(config) -> list[str]:
+    return [f"{case}/{seed}" for case in config.cases for seed in range(config.seeds)]
+
+
+def prepare(config, log) -> Any:
+    case, _, number = log.replicate.rpartition("/")
+    seed = int(number)
+    if case == "tree":
+        shape = {"vocabulary": config.vocabulary, "length": config.length, "hidden": config.hidden}
+        return grow(
+            seed=seed, sft_sequences=60, sft_steps=60, pairs=config.tree_pairs, sharpness=config.sharpness, **shape
+        )  # fmt: skip
+    if case == "harmless":
+        if config.model:
+            return own_model_case(config, seed)
+        made = harmless_case(config.preferences, seed=seed, steps=config.sft_steps, track=tracked(log))
+        log.note(f"{len(made.train)} pairs to train on, {len(made.test)} held out; skipped {made.train.skipped}")
+        return made
+    reviews = review_case(config.reviews, seed=seed, steps=config.sft_steps, table=10, track=tracked(log))
+    policy, tokenizer = reviews.sft.load()
+    pairs = sampled_pairs(
+        policy, tokenizer, reviews.prompts, reviews.proxy, seed=seed + 1, per_prompt=config.review_pairs, flips=config.flips
+    )
+    log.note(f"{len(pairs)} sampled pairs, {pairs.flipped.mean():.0%} with the wrong label; skipped {pairs.skipped}")
+    return Reviews(reviews, pairs)
+
+
+def tracked(log):
+    return lambda steps: log.track(steps, "pre-training")
+
+
+def own_model_case(config, seed) -> HarmlessCase:
+    """People's pairs as they are, a share of 15 % held out, and the user's model."""
+    rows = load_preferences(config.preferences).pairs
+    order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+    held = max(2, round(0.15 * len(order)))
+    test, train = (usable_pairs([rows[i][:3] for i in part]) for part in (order[:held], order[held:]))
+    return HarmlessCase(Checkpoint(path=config.model), train, test, float("nan"))
+
+
+def trial(arm, shared, config, log) -> dict[str, float]:
+    method = arm(config)
+    case = log.replicate.rpartition("/")[0]
+    if case == "tree":
+        return on_tree(method, shared, config, log)
+    named = config.harmless_arms if case == "harmless" else config.reviews_arms
+    if log.arm in study.arms and log.arm not in named:
+        return {}
+    return on_text(method, shared, config, log)
+
+
+# -- tree ---------------------------------------------------------------------------------------------------------------
+
+
+def on_tree(method: Method, tree: Tree, config, log) -> dict[str, float]:
+    if method.reference not in ("fixed", "soft", "hard") or method.unpaired:
+        return {}  # TRL's trainers need a language model
+    tuning = log.replicate.endswith(f"/{1000}")
+    betas = (config.beta,) if tuning else tuple(dict.fromkeys((config.beta, *config.betas)))
+    path = climb(
+        tree,
+        lambda *args: method.loss(*args, args[-1]),
+        betas,
+        steps=config.tree_steps,
+        lr=config.tree_lr,
+        batch=config.tree_batch,
+        seed=log.seed,
+        points=config.points,
+        updater=fixed_or_moving(method.reference, config.alpha, max(1, round(config.tree_steps / config.syncs))),
+        track=lambda steps: log.track(steps, "step"),
+    )
+    gold = torch.stack([point.gold for point in path])  # (points, betas)
+    kl = torch.stack([point.kl for point in path])
+    for i, beta in enumerate(betas):
+        end = "" if i == 0 else f"@{beta:g}"
+        for point in path:
+            log.metric(f"tree_gold{end}", point.gold[i].item(), point.step)
+            log.metric(f"tree_kl{end}", point.kl[i].item(), point.step)
+    last, peak = path[-1], gold.max(0).values.clamp_min(0)  # the start counts: its reward is 0
+    metrics = {
+        "tree_gold": last.gold[0], "tree_peak": peak[0], "tree_win": last.win[0], "tree_kl": last.kl[0],
+        "tree_outside": last.outside[0], "tree_accuracy": last.accuracy[0], "tree_chosen_logp": last.chosen_logp[0],
+    }  # fmt: skip
+    for i, beta in enumerate(betas):
+        metrics |= {
+            f"tree_kl@{beta:g}": kl[-1, i],
+            f"tree_drop@{beta:g}": peak[i] - gold[-1, i],
+            f"tree_peak@{beta:g}": peak[i],
+        }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+# -- text ---------------------------------------------------------------------------------------------------------------
+
+
+def on_text(method: Method, shared: Any, config, log) -> dict[str, float]:
+    from . import text
+
+    pairs, sft = (shared.train, shared.case.sft) if isinstance(shared, Reviews) else (shared.train, shared.sft)
+    look = look_at_reviews(shared, config, log) if isinstance(shared, Reviews) else look_at_pairs(shared, config, log)
+    seed = int(log.replicate.rpartition("/")[2])
+    with silence(), sft.on_disk() as path, tempfile.TemporaryDirectory() as folder:
+        tokenizer = sft.load()[1]
+        settings = trainer_settings(
+            folder, steps=config.text_steps, batch=config.text_batch, lr=config.text_lr, seed=seed, warmup_steps=0.1
+        )
+        options = {"beta": config.text_beta, "alpha": config.alpha}
+        if method.reference == "trl":
+            return {"parity": text.difference_from_trl(path, tokenizer, pairs.dataset(), settings, **options)}
+        every = max(1, round(config.text_steps / config.syncs))
+        trainer = text.build(method, path, tokenizer, pairs.dataset(), settings, every=every, **options)
+        metrics: dict[str, float] = {}
+
+        def observe(step, model):
+            metrics.update(look(model))
+            for name, value in metrics.items():
+                log.metric(name, value, step)
+
+        at = {round(config.text_steps * (i + 1) / config.looks) for i in range(config.looks)}
+        trainer.add_callback(text.Observe(at, observe))
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {**metrics, "train_loss": float(np.mean(losses[-3:]))}
+
+
+def look_at_reviews(shared: Reviews, config, log):
+    """Judged by the classifiers on completions of prompts; by held-out scores, not by the pairs."""
+    few = config.samples
+
+    def look(policy):
+        return evaluate(policy, shared.case, seed=7, per_prompt=few, gold_per_prompt=few, kl_per_prompt=few)
+
+    return look
+
+
+def look_at_pairs(shared: HarmlessCase, config, log):
+    """Held-out pairs and the distance from the SFT policy; there is no scorer for people's pairs."""
+    sft, tokenizer = shared.sft.load()
+    held = Pairs(shared.test.rows[: config.held_pairs], shared.test.skipped)
+    start = pair_logps(sft, tokenizer, held)
+    prompts = [row.prompt for row in held.rows[:100]]
+
+    def look(policy):
+        now = pair_logps(policy, tokenizer, held)
+        drawn = sample(policy, tokenizer, prompts, per_prompt=config.samples, max_new_tokens=20, seed=7)
+        kl = token_kl(policy, sft, drawn)
+        return {
+            "harmless_accuracy": implicit_accuracy(now, start),
+            "harmless_kl": kl.exact.mean().item(),
+            "harmless_chosen_gain": (now.chosen - start.chosen).mean().item(),
+            "harmless_distinct2": distinct2(drawn.ids, drawn.mask),
+            "harmless_length": drawn.lengths.double().mean().item(),
+        }
+
+    return look
+
+
+# -- what is read off ---------------------------------------------------------------------------------------------------
+
+
+def on(case, statistic):
+    """A statistic that applies to one case's replicates alone."""
+    return lambda r: statistic(r) if r.name.startswith(f"{case}/") else None
+
+
+def frontier_gain(arm, base):
+    """Mean over KL bins that both reach of the difference in best reward."""
+
+    def statistic(r: Replicate) -> float | None:
+        ours, theirs = ((r[name].curve("tree_kl")[1], r[name].curve("tree_gold")[1]) for name in (arm, base))
+        return gain_at_equal_kl(ours, theirs)
+
+    return on("tree", statistic)
+
+
+def bins_shared(arm, base):
+    def statistic(r: Replicate) -> float:
+        return float(len(shared_bins(r[arm].curve("tree_kl")[1], r[base].curve("tree_kl")[1])))
+
+    return on("tree", statistic)
+
+
+def smaller_fall(arm, base):
+    """At the β of the grid at which the base falls furthest from its peak, if it does: how much less the arm falls."""
+
+    def statistic(r: Replicate) -> float | None:
+        falls = {beta: getattr(r[base], f"tree_drop@{beta:g}") for beta in r.config.betas}
+        beta = max(falls, key=lambda b: falls[b])
+        return falls[beta] - getattr(r[arm], f"tree_drop@{beta:g}") if falls[beta] >= OVER else None
+
+    return on("tree", statistic)
+
+
+def further(arm, base):
+    """Nats further from the SFT policy, at equal β, learning rate and steps."""
+
+    def statistic(r: Replicate) -> float | None:
+        case = r.name.partition("/")[0]
+        if case == "tree":
+            name = f"tree_kl@{EQUAL_BETA:g}"
+            return getattr(r[arm], name) - getattr(r[base], name) if name in r[base].metrics else None
+        if case == "reviews" and arm == "tr-dpo-hard":
+            return None  # not run there
+        name = "harmless_kl" if case == "harmless" else "kl"
+        return getattr(r[arm], name) - getattr(r[base], name)
+
+    return statistic
+
+
+def base_learns(r: Replicate) -> float | None:
+    """DPO's expected reward at its peak, in standard deviations of the initial policy's; accuracy or proxy win above ½."""
+    case = r.name.partition("/")[0]
+    if case == "tree":
+        return r["dpo"].tree_peak
+    return (r["dpo"].harmless_accuracy if case == "harmless" else r["dpo"].proxy_win) - 0.5
+
+
+def difference(case, metric, arm, base="dpo"):
+    return on(case, lambda r: getattr(r[arm], metric) - getattr(r[base], metric))
+
+
+def draw(results: list[Replicate]):
+    from .figures import frontiers
+
+    return frontiers(results)
+
+
+study = Study(
+    prepare=prepare,
+    trial=trial,
+    replicates=replicates,
+    arms={
+        "dpo": fixed_dpo,
+        "tr-dpo-soft": soft_dpo,
+        "tr-dpo-hard": hard_dpo,
+        "ipo": fixed_ipo,
+        "tr-ipo-soft": soft_ipo,
+        "simpo": simpo,
+        "trl-sync": trl_sync,
+    },
+    tune=Tune("beta", GRID, select="tree_peak", mode="max", follow={"trl-sync": "tr-dpo-soft"}, replicate="tree/1000"),
+    scales={
+        "smoke": TrustRegionConfig(seeds=1, cases=("tree",), tree_steps=60, points=6, syncs=4),
+        "desk": TrustRegionConfig(),
+        "paper": TrustRegionConfig(
+            cases=("harmless",),
+            preferences="Anthropic/hh-rlhf",
+            model="EleutherAI/pythia-2.8b",
+            alpha=0.6,
+            text_steps=5000,
+            text_batch=64,
+            text_lr=1e-6,
+            text_beta=0.05,
+            num_gpus=8,
+        ),
+    },
+    paper=(
+        "Pythia 2.8B, 6.9B and 12B (hub: EleutherAI/pythia-2.8b …), first fine-tuned on the preferred answers, on Anthropic/hh-rlhf "
+        "and on Reddit TL;DR (hub: openai/summarize_from_feedback), max length 1024, one epoch, warm-up 100 steps, gradients "
+        "clipped at 2, learning rate 1e-6, beta 0.05, alpha 0.6 every step count of 32 to 1024; Llama-3-8B Base and Instruct on "
+        "UltraFeedback (hub: princeton-nlp/llama3-ultrafeedback), judged by AlpacaEval 2 and Arena-Hard. Both judges are GPT-4, "
+        "which this study does not call; it gives the trained policies. About 60 hours of eight A100 for the Pythia grid."
+    ),
+    gates=[
+        Claim(
+            "DPO learns: its best reward (tree), held-out accuracy above ½ (harmless) or proxy wins above ½ (reviews)",
+            statistic=base_learns,
+            holds=above(0),
+        ),
+    ],
+    claims=[
+        Claim(
+            "C1: after three updates, ours (soft) and TRL's sync_ref_model have the same weights (largest difference)",
+            statistic=lambda r: r["trl-sync"].metrics.get("parity"),
+            holds=at_most(1e-6),
+        ),
+        *(
+            Claim(
+                f"C2, tree: at equal KL, {arm} has at least the reward of {base}, each at its best beta (standard deviations)",
+                published="wins 8 to 15 points more often",
+                statistic=frontier_gain(arm, base),
+                holds=at_least(0),
+            )
+            for arm, base in (("tr-dpo-soft", "dpo"), ("tr-dpo-hard", "dpo"), ("tr-ipo-soft", "ipo"))
+        ),
+        *(
+            Claim(f"KL bins that {arm} and {base} share, of half a nat", statistic=bins_shared(arm, base))
+            for arm, base in (("tr-dpo-soft", "dpo"), ("tr-dpo-hard", "dpo"), ("tr-ipo-soft", "ipo"))
+        ),
+        *(
+            Claim(
+                f"C3, tree: where DPO over-optimises most, {arm} falls less from its peak (standard deviations less)",
+                published="yes",
+                statistic=smaller_fall(arm, "dpo"),
+                holds=above(0),
+            )
+            for arm in ("tr-dpo-soft", "tr-dpo-hard")
+        ),
+        *(
+            Claim(
+                f"C4: {arm} ends further from the SFT policy than DPO at beta 0.1 (nats)",
+                published="yes",
+                statistic=further(arm, "dpo"),
+                holds=above(0),
+            )
+            for arm in ("tr-dpo-soft", "tr-dpo-hard")
+        ),
+        Claim("Reviews: gold win rate, TR-DPO soft above DPO", statistic=difference("reviews", "gold_win", "tr-dpo-soft")),
+        Claim("Reviews: VADER win rate, TR-DPO soft above DPO", statistic=difference("reviews", "vader_win", "tr-dpo-soft")),
+        Claim(
+            "Harmless: held-out accuracy, TR-DPO soft above DPO",
+            statistic=difference("harmless", "harmless_accuracy", "tr-dpo-soft"),
+        ),
+        Claim(
+            "Harmless: held-out accuracy, TR-DPO hard above DPO",
+            statistic=difference("harmless", "harmless_accuracy", "tr-dpo-hard"),
+        ),
+        Claim(
+            "Tree: SimPO's best reward above TR-DPO soft's (is a reference needed?)",
+            statistic=difference("tree", "tree_peak", "simpo", "tr-dpo-soft"),
+        ),
+        Claim(
+            "Tree: best reward of TR-DPO soft above DPO's, each at its best beta",
+            statistic=difference("tree", "tree_peak", "tr-dpo-soft"),
+        ),
+        Claim(
+            "Tree: best reward that DPO has at a third of its beta or less, above TR-DPO soft's at beta 0.1",
+            statistic=on("tree", lambda r: lower_beta_gain(r)),
+        ),
+    ],
+    figure=draw,
+    compare=(*COMPARE, "tree_peak", "tree_kl", "harmless_accuracy", "harmless_kl"),
+)
+
+
+def lower_beta_gain(r: Replicate) -> float | None:
+    """The sceptic's baseline: a fixed reference that is held more loosely."""
+    lower = [beta for beta in r.config.betas if beta <= EQUAL_BETA / 3]
+    if not lower or EQUAL_BETA not in r.config.betas:
+        return None
+    best = max(getattr(r["dpo"], f"tree_peak@{beta:g}") for beta in lower)
+    return best - getattr(r["tr-dpo-soft"], f"tree_peak@{EQUAL_BETA:g}")
