@@ -29,8 +29,8 @@ def test_peak_memory_of_a_known_size():
     assert peak_memory_mb(lambda: torch.ones(50_000_000, dtype=torch.uint8)) == pytest.approx(50, rel=0.2)
     contest = Contest(
         "allocate",
-        lambda: torch.ones(20_000_000, dtype=torch.uint8),
-        lambda: torch.ones(80_000_000, dtype=torch.uint8),
+        lambda: torch.ones(40_000_000, dtype=torch.uint8),
+        lambda: torch.ones(160_000_000, dtype=torch.uint8),
         "four times",
         memory=True,
         memory_target=0.5,

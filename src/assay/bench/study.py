@@ -88,7 +88,9 @@ class Study:
             raise ValueError("arms must hold at least one arm")
         unfit = [name for name in self.arms if not _is_arm_name(name)]
         if unfit:
-            raise ValueError(f"arms: a name is one word without commas, which separate the names of --only; got {unfit}")
+            raise ValueError(
+                f"arms: a name has no commas, which separate the names of --only, and no blanks around it; got {unfit}"
+            )
         if any(gate.holds is None for gate in self.gates):
             raise ValueError("a gate needs a bound: gates decide whether the claims mean anything")
         if self.tune:
@@ -154,7 +156,7 @@ def protocol_text(study: Study) -> str:
 
 
 def _is_arm_name(name: str) -> bool:
-    return bool(name) and "," not in name and name.split() == [name]
+    return bool(name) and "," not in name and name.strip() == name
 
 
 def with_arm(study: Study, name: str, arm: Any) -> dict[str, Any]:
@@ -164,7 +166,9 @@ def with_arm(study: Study, name: str, arm: Any) -> dict[str, Any]:
         UsageError: a name already taken, or an object that does not fit the protocol, which the message shows.
     """
     if not _is_arm_name(name):
-        raise UsageError(f"--arm {name!r}: an arm's name is one word without commas, which separate the names of --only")
+        raise UsageError(
+            f"--arm {name!r}: an arm's name has no commas, which separate the names of --only, and no blanks around it"
+        )
     if name in study.arms:
         raise UsageError(f"an arm is already called {name!r}; choose another name than {', '.join(study.arms)}")
     known = next(iter(study.arms.values()))

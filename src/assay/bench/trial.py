@@ -114,9 +114,12 @@ def run_prepare(
 
 def _settle(config: Config, seed: int) -> None:
     import torch
+    from threadpoolctl import threadpool_limits
 
     # Sums come out differently with another number of threads: fixed by the config, so that every executor agrees.
-    torch.set_num_threads(max(1, int(config.num_cpus)))
+    threads = max(1, int(config.num_cpus))
+    threadpool_limits(threads)  # NumPy's and scikit-learn's libraries, which would otherwise take every core
+    torch.set_num_threads(threads)
     seed_everything(seed)
 
 

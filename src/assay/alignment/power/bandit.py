@@ -83,7 +83,7 @@ class POWERBandit:
         >>> lucky = [(0, 1, 60), (1, 0, 40), (2, 0, 1)]  # arm 2 has won once, by luck
         >>> fit = POWERBandit().fit(lucky, [0.0, 0.0, -3.0], beta=1.0, eta=1.0)
         >>> fit.policy.round(decimals=3)
-        tensor([[0.5510, 0.4300, 0.0190]], dtype=torch.float64)
+        tensor([[0.5860, 0.3940, 0.0190]], dtype=torch.float64)
     """
 
     def __init__(

@@ -401,8 +401,8 @@ study = Study(
             max_rows=200,
             test_rows=500,
             width=30,
-            steps=200,
-            rest_steps=600,
+            steps=150,
+            rest_steps=400,
         ),
         "desk": LangevinConfig(),
         "paper": LangevinConfig(
