@@ -6,6 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# autodoc imports with typing.TYPE_CHECKING on, which FastAPI (loaded by MLflow, which TRL loads) does not bear.
+import mlflow  # noqa: F401
 from generated import write_pages
 
 import assay

@@ -41,8 +41,7 @@ class POWERTrainer(DPOTrainer):
     ``labels/frac_below_half``, of the pairs visited.
 
     Args:
-        model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, optimizers,
-            quantization_config, peft_config: As `trl.DPOTrainer` takes them; ``args`` is a `POWERConfig`.
+        args: A `POWERConfig`. Everything that is not named here is as `trl.DPOTrainer` takes it.
         ref_model: Only there because DPO's trainer has it; it must stay None.
         weighting: Instead of ``args.weighting``: a function of the batch that gives a weight, > 0, for each row of
             ``input_ids``: chosen answers, then rejected, then any baseline answers. It must not depend on the model.

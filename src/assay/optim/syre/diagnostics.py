@@ -24,7 +24,7 @@ def symmetry_diagnostics(
         module: The network. It is run once in evaluation mode and each part left in the mode it was in.
         x: Its input. Take more rows than units.
         hook: ``"last_hidden"``: the input of the last linear layer; else a submodule's name: that one's output.
-        duplicate_at: |cosine| of two units' centred features from which the later is a duplicate, in (0, 1].
+        duplicate_at: Absolute cosine of two units' centred features from which the later is a duplicate, in (0, 1].
 
     Shapes: ``x (batch, …)``; features ``(batch, …, units)``, all but the last axis taken as samples.
 
