@@ -132,6 +132,9 @@ def test_checkpointing_survives_the_search_for_a_sink():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.warns(UserWarning, match="sink=1"):
         model(input_ids=IDS, use_cache=False).logits.sum().backward()
+    gradient = model.get_input_embeddings().weight.grad
+    assert gradient.isfinite().all()
+    assert gradient.abs().sum() > 0
 
 
 def test_a_rotated_model_refuses_to_be_saved(tmp_path):

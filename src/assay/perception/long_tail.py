@@ -277,3 +277,20 @@ def guessing(labels: Tensor, classes: int) -> dict[str, float]:
     rows = torch.bincount(labels)
     p, found = 1 / classes, rows[rows > 0].double()
     return {"chance": 100 * p, "chance_error": 100 * (p * (1 - p) / found).sum().sqrt().item() / len(found)}
+
+
+def share_above_chance(*arms: str) -> Callable[[Any], float]:
+    """A gate's statistic: the best balanced accuracy of these arms, as a share of the way from guessing to perfect.
+
+    The first arm has to be measured, the others count where they are.
+    """
+    return lambda r: _above_chance(r, arms) / (100 - r[arms[0]].chance)
+
+
+def errors_above_chance(*arms: str) -> Callable[[Any], float]:
+    """A gate's statistic: by how many standard errors of guessing the best of these arms is above it."""
+    return lambda r: _above_chance(r, arms) / r[arms[0]].chance_error
+
+
+def _above_chance(r: Any, arms: Sequence[str]) -> float:
+    return max(r[arm].balanced for arm in arms if arm == arms[0] or arm in r) - r[arms[0]].chance

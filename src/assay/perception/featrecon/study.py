@@ -31,9 +31,11 @@ from assay.perception.long_tail import (
     Classifier,
     balanced_metrics,
     encoder_for,
+    errors_above_chance,
     features_of,
     guessing,
     load_long_tail,
+    share_above_chance,
     train,
 )
 
@@ -188,19 +190,6 @@ def smallest_rise(cosines: tuple[float, ...]) -> float:
     return min(b - a for a, b in itertools.pairwise(cosines))
 
 
-def above_chance(r: Replicate) -> float:
-    """Balanced accuracy of cross-entropy or of the additive loss, whichever is higher, less that of guessing."""
-    return max(r[arm].balanced for arm in ("ce", "ala-loss")) - r["ce"].chance
-
-
-def share_above_chance(r: Replicate) -> float:
-    return above_chance(r) / (100 - r["ce"].chance)
-
-
-def errors_above_chance(r: Replicate) -> float:
-    return above_chance(r) / r["ce"].chance_error
-
-
 def figure(results: list[Replicate]) -> dict[str, Any]:
     from .figures import arms_figure, theory_figure
 
@@ -236,8 +225,8 @@ study = Study(
     ),
     compare=("balanced", "many", "medium", "few"),
     gates=[
-        Claim("the network tells classes apart: balanced accuracy with cross-entropy or the additive loss, as a share of the way from guessing to perfect", share_above_chance, at_least(0.1)),
-        Claim("the test rows suffice to see it: the same, in standard errors of guessing", errors_above_chance, at_least(3.0)),
+        Claim("the network tells classes apart: balanced accuracy with cross-entropy or the additive loss, as a share of the way from guessing to perfect", share_above_chance("ce", "ala-loss"), at_least(0.1)),
+        Claim("the test rows suffice to see it: the same, in standard errors of guessing", errors_above_chance("ce", "ala-loss"), at_least(3.0)),
         Claim("features were drawn: synthetic ones a batch, on average", lambda r: r["featrecon"].synthetic, above(1.0)),
     ],
     claims=[

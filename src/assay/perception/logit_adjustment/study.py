@@ -34,9 +34,11 @@ from assay.perception.long_tail import (
     LongTail,
     balanced_metrics,
     encoder_for,
+    errors_above_chance,
     features_of,
     guessing,
     load_long_tail,
+    share_above_chance,
     train,
 )
 
@@ -207,19 +209,6 @@ def theory_ratio(r: Replicate) -> float | None:
     return largest_error_ratio() if r.name == f"{r.config.regimes[0]}/0" else None
 
 
-def above_chance(r: Replicate) -> float:
-    """Balanced accuracy without adjustment or with tuned ALA, whichever is higher, less that of guessing."""
-    return max(r[arm].balanced for arm in ("none", "ala-tuned") if arm == "none" or arm in r) - r["none"].chance
-
-
-def share_above_chance(r: Replicate) -> float:
-    return above_chance(r) / (100 - r["none"].chance)
-
-
-def errors_above_chance(r: Replicate) -> float:
-    return above_chance(r) / r["none"].chance_error
-
-
 def judged(K: str) -> list[Claim]:
     """What the paper says of a simplex head with K classes."""
     at, mine = f"{K} etf", f"K = {K}, simplex head: "
@@ -293,8 +282,8 @@ study = Study(
     ),
     compare=("balanced", "many", "medium", "few"),
     gates=[
-        Claim("the classifier tells classes apart: balanced accuracy, unadjusted or with tuned ALA, as a share of the way from guessing to perfect", share_above_chance, at_least(0.1)),
-        Claim("the test rows suffice to see it: the same, in standard errors of guessing", errors_above_chance, at_least(3.0)),
+        Claim("the classifier tells classes apart: balanced accuracy, unadjusted or with tuned ALA, as a share of the way from guessing to perfect", share_above_chance("none", "ala-tuned"), at_least(0.1)),
+        Claim("the test rows suffice to see it: the same, in standard errors of guessing", errors_above_chance("none", "ala-tuned"), at_least(3.0)),
     ],
     claims=[
         *judged("10"),
