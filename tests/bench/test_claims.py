@@ -48,6 +48,18 @@ def test_a_closed_gate_turns_every_verdict_and_names_itself():
         assert (finding.verdict, finding.reason) == (Verdict.INCONCLUSIVE, reason)
 
 
+def test_a_claims_own_gate_closes_that_claim_only():
+    gate = Claim("it trained", x, holds=at_least(0.5))
+    claim = Claim("c", x, holds=at_most(10), gates=(gate,))
+    assert judge(claim, replicates(0.6, 0.9)).verdict is Verdict.HOLDS
+    finding = judge(claim, replicates(0.4, 0.9))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "it trained (needs ≥ 0.5, was 0.4, 0.9)" in finding.reason
+    assert judge(Claim("other", x, holds=at_most(10)), replicates(0.4, 0.9)).verdict is Verdict.HOLDS
+    with pytest.raises(ValueError, match="a gate needs a bound"):
+        Claim("c", x, gates=(Claim("unbounded", x),))
+
+
 def test_an_unmeasured_gate_is_closed():
     gate = judge(Claim("it trained", x, holds=at_least(0.5)), replicates(0.9, None))
     assert "not measured" in closed_gates([gate])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from assay.bench import Claim, Config, Study, Tune, UsageError, at_most, require
+from assay.bench import Claim, Config, Study, Tune, UsageError, at_least, at_most, require
 from assay.bench.loading import load_object
 from assay.bench.records import Records
 from assay.bench.result import failed
@@ -60,6 +60,16 @@ def test_what_applies_nowhere_is_named_apart_from_the_claims(toy, records, tmp_p
     assert [c["text"] for c in result["claims"]] == [c.text for c in toy.claims]
     assert result["gates"] == []
     assert "on labelled data only" in result["notes"][-1]
+
+
+def test_a_gate_of_one_claim_is_kept_beside_the_gates_of_all(toy, records, tmp_path):
+    shut = Claim("never met", lambda r: 0, holds=at_least(1))
+    claims = (*toy.claims, Claim("decided by it", lambda r: 0, holds=at_most(1), gates=(shut,)))
+    result = run(job(replace(toy, claims=claims), records, settings={"marks": str(tmp_path / "marks"), "lr": 1.0}))
+    assert [c["verdict"] for c in result["claims"]] == ["holds", "reported", "inconclusive"]
+    wide, narrow = result["gates"]
+    assert "decides" not in wide
+    assert (narrow["text"], narrow["verdict"], narrow["decides"]) == ("never met", "fails", ["decided by it"])
 
 
 def test_more_seeds_run_only_the_new_ones(toy, records, tmp_path):

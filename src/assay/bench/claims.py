@@ -126,12 +126,18 @@ class Claim:
             not measured; infinity is a number like any other.
         holds: The bound; without one the claim is reported and not judged.
         published: What the paper states, as text.
+        gates: What has to be true before this claim means anything, beside the gates of its study: claims with a bound.
     """
 
     text: str
     statistic: Callable[[Replicate], float | bool | None]
     holds: Bound | None = None
     published: str = ""
+    gates: tuple["Claim", ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(gate.holds is None for gate in self.gates):
+            raise ValueError(f"a gate needs a bound: gates decide whether the claim {self.text!r} means anything")
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,8 @@ def judge(claim: Claim, replicates: Iterable[Replicate], *, closed_gate: str = "
         The finding. *Holds* when every replicate is within the bound, *fails* when none is, *mixed* otherwise;
         *inconclusive* when a gate is closed, a replicate is missing or none applies.
     """
+    replicates = list(replicates)
+    closed_gate = closed_gate or closed_gates(judge(gate, replicates) for gate in claim.gates)
     values: dict[str, float] = {}
     missing: list[str] = []
     for replicate in replicates:

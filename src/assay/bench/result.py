@@ -33,7 +33,7 @@ def build_result(
         ``arms: {arm: {tuned, replicates: {name: {status, metrics, curves, seconds, peak_mb, error, trace, notes}}}}``;
         ``prepare: {replicate: {curves, notes, seconds}}``; ``tune``; ``gates`` and ``claims`` as
         ``{text, verdict, values, mean, interval, bound, published, reason}``, those that apply to some replicate;
-        ``not_applicable``: the texts of the others;
+        a gate of some claims only has their texts as ``decides``; ``not_applicable``: the texts of the others;
         ``machine``, ``date``, ``seconds`` of this run, ``work_seconds`` of all trials and preparations, ``peak_mb``.
     """
     from .runner import machine
@@ -54,6 +54,11 @@ def build_result(
     ]
     gates = [judge(gate, replicates) for gate in study.gates]
     claims = [judge(claim, replicates, closed_gate=closed_gates(gates)) for claim in study.claims]
+    narrow = [
+        {**_finding_record(finding), "decides": [claim.text for claim in study.claims if gate in claim.gates]}
+        for gate in dict.fromkeys(gate for claim in study.claims for gate in claim.gates)
+        if (finding := judge(gate, replicates)).applies
+    ]
     figures, notes = _figures(job, replicates, done)
     idle = [finding.text for finding in [*gates, *claims] if not finding.applies]
     if idle:
@@ -79,7 +84,7 @@ def build_result(
         "arms": {name: arms[name] for name in job.arms if name in arms},
         "prepare": (prepared := _prepare_records(job, names)),
         "tune": _tuning_record(job, tuning),
-        "gates": [_finding_record(finding) for finding in gates if finding.applies],
+        "gates": [*(_finding_record(finding) for finding in gates if finding.applies), *narrow],
         "claims": [_finding_record(finding) for finding in claims if finding.applies],
         "not_applicable": idle,
         "notes": notes,

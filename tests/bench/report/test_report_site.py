@@ -114,6 +114,14 @@ def test_smoke_runs_and_closed_gates_are_called_so(tmp_path, method, sample):
     assert "assay run digits --scale smoke" in text
 
 
+def test_a_closed_gate_of_some_claims_says_of_how_many(tmp_path, method, sample):
+    gate = {**sample.result["gates"][0], "verdict": "fails", "decides": ["one", "other"]}
+    site = write_site([Page(method, {**sample.result, "gates": [gate]})], tmp_path / "out").parent
+    text = Tags(site / "digits.html").text
+    assert "A gate of 2 claims not met." in text
+    assert "Gate not met." not in text
+
+
 def test_figures_are_images_and_what_is_no_svg_is_left_out(site):
     images = [attributes for tag, attributes in Tags(site / "hostile.html").tags if tag == "img"]
     assert all(image["alt"] for image in images)

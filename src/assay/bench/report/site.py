@@ -138,7 +138,8 @@ def _method_view(entry: Entry) -> dict[str, Any]:
     return view | {
         "claims": [(row, _strip(row)) for row in tables.finding_rows(result["claims"])],
         "gates": [(row, _strip(row)) for row in gates],
-        "closed": [row for row in gates if row.verdict != "holds"],
+        "closed": [row for row in gates if row.verdict != "holds" and not row.decides],
+        "closed_to_some": [row for row in gates if row.verdict != "holds" and row.decides],
         "arms": arms,
         "widths": _widths([row.texts for row in arms.rows]),
         "losses": tables.losses(result),

@@ -45,6 +45,8 @@ class FindingRow:
     values: tuple[tuple[str, str], ...]
     numbers: tuple[float, ...]
     reason: str
+    decides: int = 0
+    """How many claims this is a gate of; 0 for a claim, and for a gate of all."""
 
 
 @dataclass(frozen=True)
@@ -268,8 +270,9 @@ def _finding_row(finding: Mapping[str, Any]) -> FindingRow:
     spread = (high - low) / 2 if low is not None and high is not None else None
     places = decimals([*numbers, mean], [spread], digits=3)
     bound = str(finding.get("bound") or "")
+    decides = len(finding.get("decides") or ())
     return FindingRow(
-        text=str(finding.get("text", "")),
+        text=str(finding.get("text", "")) + (f" (of {decides} claim{'s' if decides > 1 else ''})" if decides else ""),
         verdict=str(finding.get("verdict", "")),
         published=str(finding.get("published") or ""),
         bound=bound_text(bound),
@@ -280,4 +283,5 @@ def _finding_row(finding: Mapping[str, Any]) -> FindingRow:
         values=tuple((name, fixed(value, places, 3)) for name, value in pairs),
         numbers=tuple(numbers),
         reason=str(finding.get("reason") or ""),
+        decides=decides,
     )
