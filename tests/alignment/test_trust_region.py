@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -115,13 +116,30 @@ def test_a_negative_kl_counts_as_zero():
         (lambda: tr_dpo_loss(*QUADRUPLE[:3], wide(1.0)), "one number a row"),
         (lambda: tr_ipo_loss(*QUADRUPLE, chosen_len=torch.ones(3)), "given together"),
         (lambda: tr_ipo_loss(*QUADRUPLE, 0.1, torch.zeros(3), torch.ones(3)), "at least 1"),
-        (lambda: tr_kto_loss(*QUADRUPLE[:2], torch.ones(3), 0.0, desirable_weight=-1), "weights must be at least 0"),
+        (
+            lambda: tr_kto_loss(*QUADRUPLE[:2], torch.ones(3), 0.0, desirable_weight=-1),
+            "desirable_weight and undesirable_weight must be",
+        ),
+        (
+            lambda: tr_kto_loss(*QUADRUPLE[:2], torch.ones(3), 0.0, undesirable_weight=float("nan")),
+            "desirable_weight and undesirable_weight must be",
+        ),
+        (lambda: tr_kto_loss(*QUADRUPLE[:2], torch.tensor([1, -1, 1]), 0.0), "labels must be"),
+        (lambda: tr_kto_loss(*QUADRUPLE[:2], torch.ones(3), torch.ones(3)), r"kl must be one number .* got \(3,\)"),
+        (lambda: tr_ipo_loss(*QUADRUPLE, 0.1, torch.ones(3), torch.ones(2)), r"'rejected_len': \(2,\)"),
         (lambda: mismatched_kl(wide(1.0), wide(2.0)), "at least 2 answers"),
     ],
 )
 def test_losses_refuse(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_an_empty_batch_has_no_losses():
+    nothing = torch.zeros(0)
+    assert tr_dpo_loss(*[nothing] * 4).shape == (0,)
+    assert tr_ipo_loss(*[nothing] * 4, 0.1, nothing, nothing).shape == (0,)
+    assert tr_kto_loss(nothing, nothing, nothing.bool(), 0.0).shape == (0,)
 
 
 # ---- the update ------------------------------------------------------------------------------------------------------
@@ -172,7 +190,9 @@ def test_equals_trls_own_update():
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("every", "start", "expected"), [(3, 0, [3, 6, 9]), (2, 5, [6, 8, 10]), (1, 0, list(range(1, 11)))])
+@pytest.mark.parametrize(
+    ("every", "start", "expected"), [(np.int64(3), 0, [3, 6, 9]), (2, 5, [6, 8, 10]), (1, 0, list(range(1, 11)))]
+)
 def test_schedule(every, start, expected):
     updater = ReferenceUpdater(*two(), every=every, start_step=start)
     assert [t for t in range(1, 11) if updater.step()] == expected
@@ -281,6 +301,8 @@ def refused():
         "at least 1, got 0": lambda: ReferenceUpdater(*fit, every=0),
         "whole number": lambda: ReferenceUpdater(*fit, every=1.5),
         "start_step must be": lambda: ReferenceUpdater(*fit, start_step=-1),
+        "start_step must be a whole number": lambda: ReferenceUpdater(*fit, start_step=float("nan")),
+        "master_dtype must be": lambda: ReferenceUpdater(*fit, master_dtype=torch.int32),
         "kl_budget must be": lambda: ReferenceUpdater(*fit, kl_budget=0.0),
         "another object than policy": lambda: ReferenceUpdater(policy, policy),
         "share the memory of weight": lambda: ReferenceUpdater(policy, half_shared),

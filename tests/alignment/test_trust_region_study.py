@@ -6,9 +6,20 @@ import torch
 
 from assay.alignment.trust_region.arms import dpo_loss, fixed_dpo, ipo_loss, simpo_loss, soft_dpo
 from assay.alignment.trust_region.frontier import frontier, gain_at_equal_kl, shared_bins
-from assay.alignment.trust_region.study import frontier_gain, lower_beta_gain, smaller_fall, study
+from assay.alignment.trust_region.readings import (
+    EQUAL_BETA,
+    OVER,
+    envelope_gain,
+    frontier_gain,
+    further,
+    learns,
+    lower_beta_gain,
+    on,
+    smaller_fall,
+)
+from assay.alignment.trust_region.study import study
 from assay.alignment.trust_region.tree import GRUs, climb, fixed_or_moving, grow, measure
-from assay.bench.claims import Outcome, Replicate
+from assay.bench.claims import Outcome, Replicate, Verdict, judge
 
 SHAPE = {"vocabulary": 3, "length": 4, "hidden": 8, "sft_sequences": 20, "sft_steps": 20, "pairs": 40, "sharpness": 1.0}
 
@@ -136,10 +147,48 @@ def test_claims_read_what_they_say():
     assert smaller_fall("tr-dpo-soft", "dpo")(r) == pytest.approx(0.4)
     flat = dict.fromkeys(falls, 0.01)
     assert smaller_fall("tr-dpo-soft", "dpo")(replicate(dpo=flat, tr_dpo_soft=flat)) is None
-    assert smaller_fall("tr-dpo-soft", "dpo")(replicate("reviews/0", dpo={}, tr_dpo_soft={})) is None
+    small = {**flat, f"tree_drop@{EQUAL_BETA:g}": OVER}
+    assert smaller_fall("tr-dpo-soft", "dpo")(replicate(dpo=small, tr_dpo_soft=flat)) == pytest.approx(OVER - 0.01)
+    assert on("tree", lambda r: 1.0)(replicate("reviews/0")) is None
+    assert on("tree", lambda r: 1.0)(replicate("tree/0")) == 1.0
     peaks = {"tree_peak@0.01": 0.9, "tree_peak@0.03": 1.1, "tree_peak@0.1": 5.0}
     assert lower_beta_gain(replicate(dpo=peaks, tr_dpo_soft={"tree_peak@0.1": 1.0})) == pytest.approx(0.1)
-    assert frontier_gain("tr-dpo-soft", "dpo")(replicate("harmless/0", dpo={}, tr_dpo_soft={})) is None
+    distances = {"tree": "tree_kl@0.1", "harmless": "harmless_kl", "reviews": "kl"}
+    for case, metric in distances.items():
+        r = replicate(f"{case}/0", dpo={metric: 1.0}, tr_dpo_soft={metric: 3.5})
+        assert further(case, "tr-dpo-soft", "dpo")(r) == 2.5
+    assert further("reviews", "tr-dpo-hard", "dpo")(replicate("reviews/0", dpo={"kl": 1.0}, tr_dpo_hard={})) is None
+    assert learns("reviews")(replicate("reviews/0", dpo={"proxy_win": 0.6})) == 0.6
+
+
+def test_the_envelope_takes_the_best_beta_in_every_bin():
+    def outcome(*runs):
+        curves = {}
+        for end, kl, gold in runs:
+            curves |= {f"tree_kl{end}": ([1, 2], kl), f"tree_gold{end}": ([1, 2], gold)}
+        return Outcome({}, curves)
+
+    ours = outcome(("", [0.1, 0.6], [1.0, 1.0]), ("@0.3", [0.2, 0.7], [0.5, 3.0]))
+    theirs = outcome(("", [0.3, 0.9], [0.75, 1.5]), ("@0.3", [0.4, 9.0], [0.0, 9.0]))
+    r = Replicate("tree/0", 0, study.scale("desk"), {"tr-dpo-soft": ours, "dpo": theirs})
+    assert envelope_gain("tr-dpo-soft", "dpo")(r) == pytest.approx((0.25 + 1.5) / 2)
+    assert frontier_gain("tr-dpo-soft", "dpo")(r) == pytest.approx((0.25 - 0.5) / 2)
+
+
+def test_a_case_that_did_not_learn_closes_its_own_claims_alone():
+    def at(name, **metrics):
+        return Replicate(name, 0, study.scale("desk"), {arm: Outcome(metrics) for arm in study.arms})
+
+    tree = at("tree/0", tree_peak=1.0, **{"tree_kl@0.1": 1.0})
+    harmless = at("harmless/0", harmless_accuracy=0.4, harmless_kl=1.0)
+    reviews = at("reviews/0", proxy_win=0.7, kl=1.0, parity=0.0)
+    found = {claim.text: judge(claim, [tree, harmless, reviews]) for claim in study.claims}
+    of = {case: [f for text, f in found.items() if text.startswith(f"{case}: C4")] for case in ("Tree", "Harmless", "Reviews")}
+    assert [finding.verdict for finding in of["Tree"]] == [Verdict.FAILS] * 2  # equal distances: judged
+    assert [finding.verdict for finding in of["Harmless"]] == [Verdict.INCONCLUSIVE] * 2
+    assert all("gate not met: Harmless" in finding.reason for finding in of["Harmless"])
+    assert [finding.verdict for finding in of["Reviews"]] == [Verdict.FAILS]
+    assert next(finding for text, finding in found.items() if text.startswith("C1")).verdict is Verdict.HOLDS
 
 
 def test_arms_are_what_they_are_called():

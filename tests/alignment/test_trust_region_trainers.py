@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from datasets import Dataset, IterableDataset  # noqa: E402
 
 from assay.alignment import TRDPOConfig, TRKTOConfig, TrustRegionCallback, tr_dpo_loss, tr_ipo_loss, tr_kto_loss  # noqa: E402
 from assay.alignment.trust_region.lora import adapter_tensors, add_reference_adapter  # noqa: E402
+from assay.alignment.trust_region.reference import answer_logps  # noqa: E402
+from assay.alignment.trust_region.trainer import TrustRegion  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("trust_region_toys", Path(__file__).with_name("trust_region_toys.py"))
 toys = importlib.util.module_from_spec(_spec)
@@ -181,8 +184,6 @@ def test_optimiser_steps_are_counted_not_batches(tmp_path):
 
 
 def test_steps_that_the_scaler_skipped_do_not_count(tmp_path):
-    from types import SimpleNamespace
-
     trainer = toys.toy_trainer("dpo", tmp_path, max_steps=1, tr_sync_steps=1)
     trainer.train()
     updater = trainer.moving.updater
@@ -244,22 +245,46 @@ def test_peft_moves_the_adapter_alone(kind, tmp_path):
     assert moved
     assert any(not torch.equal(t, reference[name]) for name, t in policy.items())
     assert model.active_adapter == "default"
-    assert not any("ref" in str(d) for d in (m.lora_dropout["ref"] for m in model.modules() if hasattr(m, "lora_dropout")))
+    dropouts = [module.lora_dropout for module in model.modules() if hasattr(module, "lora_dropout")]
+    assert dropouts
+    assert all(isinstance(both["ref"], torch.nn.Identity) for both in dropouts)
+    assert all(isinstance(both["default"], torch.nn.Dropout) for both in dropouts)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_the_peft_reference_runs_without_dropout_of_the_layers_below(kind, tmp_path):
+    trainer = toys.toy_trainer(kind, tmp_path, peft=True, disable_dropout=False)
+    for module in trainer.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    trainer.model.train()
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    first, second = (trainer._run_reference(dict(batch)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    policy = [answer_logps(trainer.model, batch) for _ in range(2)]
+    assert not torch.equal(*policy)  # it is in training mode again
 
 
 def test_hard_peft_equals_the_policy_after_an_update(tmp_path):
     trainer = toys.toy_trainer("dpo", tmp_path, peft=True, tr_mode="hard")
+    start = {name: tensor.detach().clone() for name, tensor in adapter_tensors(trainer.model, "default").items()}
     trainer.train()
-    same(adapter_tensors(trainer.model, "default"), adapter_tensors(trainer.model, "ref"), rtol=0, atol=0)
+    policy, reference = adapter_tensors(trainer.model, "default"), adapter_tensors(trainer.model, "ref")
+    assert trainer.moving.updater.syncs == 3
+    assert policy.keys() == reference.keys() == start.keys()
+    assert all(torch.equal(policy[name], reference[name]) for name in policy)
+    assert any(not torch.equal(reference[name], start[name]) for name in start)
 
 
 def test_exact_lora_averages_products(tmp_path):
     trainer = toys.toy_trainer("dpo", tmp_path, peft=True, tr_alpha=0.5, exact_lora=True, max_steps=2, tr_sync_steps=2)
     trainer.train()
     policy, reference = adapter_tensors(trainer.model, "default"), adapter_tensors(trainer.model, "ref")
-    for a in (name for name in policy if "lora_A" in name):
-        b = a.replace("lora_A", "lora_B")
-        torch.testing.assert_close(reference[b] @ reference[a], 0.5 * policy[b] @ policy[a], rtol=1e-4, atol=1e-7)
+    factors = [(name, name.replace("lora_A", "lora_B")) for name in policy if "lora_A" in name]
+    assert len(factors) == 2  # of q_proj and v_proj
+    for a, b in factors:
+        assert policy[b].any()
+        assert torch.allclose(reference[b] @ reference[a], 0.5 * policy[b] @ policy[a], rtol=1e-4, atol=1e-7)
 
 
 def test_the_reference_adapter_is_a_copy_of_embedding_factors_too():
@@ -307,6 +332,17 @@ def test_a_resumed_run_ends_where_the_whole_run_ends(kind, peft, tmp_path):
     stored = (tmp_path / "whole" / "checkpoint-3" / "trust_region.safetensors").stat().st_size
     if peft:
         assert stored < 10_000  # the adapter alone
+
+
+def test_a_resumed_run_goes_on_with_the_running_mean_of_its_budget(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3, "tr_kl_budget": 1e3, "tr_sft_probe": 0}
+    whole = toys.toy_trainer("dpo", tmp_path, **settings)
+    whole.train()
+    resumed = toys.toy_trainer("dpo", tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    drifts = [[e["tr/drift"] for e in t.state.log_history if "tr/drift" in e] for t in (whole, resumed)]
+    assert drifts[0][-1] != 0
+    assert drifts[0] == pytest.approx(drifts[1], abs=1e-6)
 
 
 def test_a_checkpoint_without_a_reference_is_refused(tmp_path):
@@ -362,11 +398,15 @@ def test_kto_counts_a_last_batch_of_one_and_rows_without_a_label(tmp_path):
 
 
 def faults(tmp_path):
+    from peft import LoraConfig
+
     tokenizer = toys.toy_tokenizer()
     model = toys.toy_model(tokenizer)
     no_end = toys.toy_tokenizer()
     no_end.eos_token = None
     nothing = Dataset.from_dict({"prompt": ["a"], "chosen": [" b"], "rejected": [" b"]})
+    numbers = Dataset.from_dict({"prompt": ["a"], "chosen": [1], "rejected": [2]})
+    scores = Dataset.from_dict({"prompt": ["a"], "completion": [1], "label": [True]})
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": "a", "chosen": " b", "rejected": " b"}]))
     fine = IterableDataset.from_generator(lambda: iter(list(toys.toy_pairs())))
 
@@ -380,6 +420,9 @@ def faults(tmp_path):
         "the policy itself": lambda: build(ref_model=model),
         "no end token": lambda: build(tokenizer=no_end),
         "no usable row: 1 identical answers": lambda: build(data=nothing),
+        "no usable row: 1 answer that is no text": lambda: build(data=numbers),
+        "train data set has no usable row: 1 answer that": lambda: toys.toy_trainer("kto", tmp_path, data=scores),
+        "leave ref_model out": lambda: build(ref_model=toys.toy_model(tokenizer), peft_config=LoraConfig(r=2)),
         "no usable row: it is empty": lambda: build(data=nothing.select([])),
         "row 0 of the train stream cannot be used: identical answers": lambda: build(data=stream),
         "needs a data set with a length": lambda: toys.toy_trainer("dpo", tmp_path, data=fine, cache_ref_logps=True),
@@ -392,6 +435,30 @@ def faults(tmp_path):
 def test_trainers_refuse(message, tmp_path):
     with pytest.raises(ValueError, match=message):
         faults(tmp_path)[message]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "name"), [("dpo", trl.DPOConfig, "TRDPOConfig"), ("kto", trl.KTOConfig, "TRKTOConfig")]
+)
+def test_trainers_need_their_own_configuration(kind, base, name, tmp_path):
+    trainer = toys.TRDPOTrainer if kind == "dpo" else toys.TRKTOTrainer
+    with pytest.raises(TypeError, match=f"args must be a {name}, got {base.__name__}"):
+        trainer(model=toys.toy_model(toys.toy_tokenizer()), args=base(output_dir=str(tmp_path), bf16=False, use_cpu=True))
+
+
+def test_a_trainer_of_ones_own_must_say_how_it_reads_its_rows():
+    class Half(TrustRegion, trl.DPOTrainer):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Half(model="none")
+
+
+def test_zero3_is_refused_before_training():
+    args = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
+    policy, reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="deepspeed: with ZeRO-3"):
+        TrustRegionCallback(reference).on_train_begin(args, SimpleNamespace(max_steps=8, global_step=0), None, model=policy)
 
 
 @pytest.mark.parametrize("config", [TRDPOConfig, TRKTOConfig])

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from statistics import NormalDist
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from assay.alignment.vbon.arms import simulated, winners
+from assay.alignment.vbon.arms import Task, bon, bon_sft, kl_rl, simulated, vbon, winners
 from assay.alignment.vbon.bon import bon_distribution, bon_log_prob, bon_log_ratio
 from assay.alignment.vbon.cdf import RewardCDF
 from assay.alignment.vbon.exact import (
@@ -25,6 +27,17 @@ from assay.alignment.vbon.exact import (
     win_rate,
 )
 from assay.alignment.vbon.reward import VBoNReward, kl_coefficient
+from assay.alignment.vbon.study import (
+    VBoNStudyConfig,
+    exact_trial,
+    matched_gain,
+    pareto_lead,
+    study,
+    vbon_exact,
+    winners_win_rate,
+)
+from assay.bench import NotApplicable, Outcome, Replicate, Verdict
+from assay.bench.claims import judge
 
 NS = (1, 2, 4, 16, 512, 10**7)
 
@@ -84,13 +97,21 @@ def test_the_log_ratio_against_four_hundred_digits():
     mp = pytest.importorskip("mpmath")
     mp.mp.dps = 400  # e⁻⁷⁰⁰ beside 1
     worst = 0.0
-    for logp, log_cdf, n in itertools.product((-0.1, -5, -14.99, -15.01, -60, -700.0), (0, -1e-4, -3, -40.0, -math.inf), NS):
+    for logp, log_cdf, n in itertools.product((-1e-9, -0.1, -5, -60, -699.9, -700.0), (0, -1e-4, -3, -40.0, -math.inf), NS):
         F = mp.mpf(0) if log_cdf == -math.inf else mp.e ** mp.mpf(log_cdf)
         T = mp.e ** mp.mpf(logp)
         exact = float(mp.log(((F + T) ** n - F**n) / T))
         got = bon_log_ratio(torch.tensor(logp, dtype=torch.double), torch.tensor(log_cdf, dtype=torch.double), n).item()
         worst = max(worst, abs(got - exact) / max(1.0, abs(exact)))
     assert worst < 1e-12
+
+
+def test_the_log_ratio_beyond_the_floats():
+    """There T ≪ F/N to the last digit (log N + (N − 1) log F), or F ≪ T and the string is as good as the worst."""
+    logp = torch.tensor([-701.0, -5e3, -math.inf], dtype=torch.double)
+    ratio = bon_log_ratio(logp, torch.tensor(-0.25, dtype=torch.double), 16)
+    torch.testing.assert_close(ratio, torch.full((3,), math.log(16) - 3.75, dtype=torch.double), rtol=0, atol=1e-13)
+    assert bon_log_ratio(torch.tensor(-1.0).double(), torch.tensor(-2e3).double(), 4).item() == pytest.approx(-3, abs=1e-13)
 
 
 def test_the_binomial_sum_of_the_paper():
@@ -108,9 +129,11 @@ def test_long_strings_have_log_n_plus_n_minus_1_log_f():
 
 
 def test_the_log_ratio_has_the_right_gradient_everywhere():
-    logp = torch.tensor([-0.3, -4.0, -20.0, -60.0], dtype=torch.double, requires_grad=True)
-    log_cdf = torch.tensor([-0.5, -0.1, -2.0, -1.0], dtype=torch.double, requires_grad=True)
+    logp = torch.tensor([-0.3, -4.0, -20.0, -60.0, -800.0], dtype=torch.double, requires_grad=True)
+    log_cdf = torch.tensor([-0.5, -0.1, -2.0, -1.0, -1.0], dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, b: bon_log_ratio(a, b, 5), (logp, log_cdf))
+    worst = torch.tensor(-math.inf, dtype=torch.double)
+    assert torch.autograd.grad(bon_log_ratio(logp[0], worst, 5), logp)[0].tolist() == [4, 0, 0, 0, 0]
 
 
 def test_known_facts_of_continuous_rewards():
@@ -132,6 +155,7 @@ def test_known_facts_of_continuous_rewards():
         (lambda: bon_log_ratio(torch.tensor(-1.0), torch.tensor(-1.0), 2.0), "whole number"),
         (lambda: bon_log_ratio(torch.tensor(-1.0), torch.tensor(0.1), 2), r"F must lie in \[0, 1\]"),
         (lambda: bon_log_ratio(torch.tensor(-1.0), torch.tensor(math.nan), 2), "log_cdf must be at most 0"),
+        (lambda: bon_log_ratio(torch.tensor(-9), torch.tensor(-1), 2), "log_cdf must be of a floating type, got torch.int64"),
         (lambda: bon_log_ratio(torch.tensor(1.0), torch.tensor(-1.0), 2), "ref_logp must be at most 0"),
         (lambda: bon_log_ratio(torch.tensor(-1.0), torch.tensor(-1.0), 2, log_tie_mass=torch.tensor(-2.0)), "ties with itself"),
         (lambda: bon_distribution(torch.tensor([0.5, 0.6]), torch.tensor([0.0, 1.0]), 2), "sum to one"),
@@ -335,3 +359,79 @@ def test_the_check_by_drawing_notices_a_wrong_distribution(monkeypatch):
     wrong = bon_logp(tied, 5)
     monkeypatch.setattr("assay.alignment.vbon.arms.bon_logp", lambda strings, n: wrong)
     assert simulated(tied, 4, 100_000, seed=0) > 50
+
+
+# ---- the study ---------------------------------------------------------------------------------------------------------
+
+
+def reviews(**frontiers):
+    """A replicate whose arms have these points ``[(KL, win rate), …]``."""
+    outcomes = {
+        name.replace("_", "-"): Outcome({}, {"frontier": tuple(zip(*points, strict=True))})
+        for name, points in frontiers.items()
+    }
+    return Replicate("reviews/0", 0, VBoNStudyConfig(), outcomes)
+
+
+def tilt(kl):
+    """The optimum for a Gaussian reward at that KL."""
+    return kl, NormalDist().cdf(math.sqrt(kl))
+
+
+def finding(text, *replicates):
+    (claim,) = [claim for claim in study.claims if text in claim.text]
+    return judge(claim, replicates)
+
+
+def test_the_gain_at_the_same_kl_is_none_for_a_rival_on_the_same_curve_however_far_apart_its_points():
+    few = [tilt(0.1), tilt(4.0)]
+    assert matched_gain(reviews(vbon=[tilt(0.5), tilt(2.0)], kl_rl=few)) == pytest.approx(0, abs=1e-9)
+    assert matched_gain(reviews(vbon=[tilt(0.05)], kl_rl=few)) == pytest.approx(0, abs=1e-9)  # between the reference and them
+    # best-of-N-shaped policies: .768, .863 and .950 at ½, 1 and 2 nats
+    assert matched_gain(reviews(vbon=[(0.5, 0.768), (1, 0.863), (2, 0.950)], kl_rl=few)) == pytest.approx(1.9, abs=0.1)
+
+
+def test_a_point_is_on_the_front_unless_a_trained_one_has_less_kl_and_more_wins():
+    sft = [(0.1, 0.55)]
+    assert pareto_lead(reviews(vbon=[(0.5, 0.7), (2, 0.9)], kl_rl=[(0.6, 0.65), (3, 0.95)], bon_sft=sft)) == 0
+    assert pareto_lead(reviews(vbon=[(0.5, 0.7), (2, 0.9)], kl_rl=[(0.6, 0.65), (1, 0.95)], bon_sft=sft)) == -0.5
+    assert pareto_lead(reviews(vbon=[(0.5, 0.7)], kl_rl=[(0.6, 0.65)], bon_sft=[(0.6, 0.55)])) == 1
+
+
+def test_what_reviews_lack_closes_the_claims_about_reviews_alone():
+    assert not study.gates
+    weak = reviews(vbon=[(0.1, 0.52), (0.5, 0.7)], kl_rl=[(0.01, 0.5), (1, 0.6)], bon_sft=[(0.1, 0.5)])
+    exact = Replicate("exact/0", 0, VBoNStudyConfig(), {"vbon": Outcome({"order_change": 0.0})})
+    assert finding("to the bit", weak, exact).verdict is Verdict.HOLDS
+    assert "vBoN has learnt" in finding("wins at least as often as KL-RL", weak, exact).reason
+    assert "vBoN has learnt" in finding("share of its points", weak, exact).reason
+    apart = reviews(vbon=[(0.1, 0.6), (0.5, 0.7)], kl_rl=[(0.2, 0.5), (1, 0.6)], bon_sft=[(0.1, 0.5)])
+    assert "bracket" in finding("wins at least as often as KL-RL", apart, exact).reason
+    assert finding("share of its points", apart, exact).verdict is Verdict.HOLDS
+
+
+def test_the_enumerated_trial_judges_every_n_by_the_point_meant_for_it():
+    config = VBoNStudyConfig(exact_ns=(2, 4), exact_betas=(4.0, 1.0), exact_steps=200, draws=20_000, headline=4)
+    strings = small_strings(6)
+    found = {}
+    for name, arm in {"vbon": vbon, "vbon-exact": vbon_exact, "kl-rl": kl_rl, "bon-sft": bon_sft, "bon": bon}.items():
+        log = SimpleNamespace(arm=name, seed=0, metric=lambda *_: None)
+        found[name] = exact_trial(arm, strings, config, log)
+    for n in (2, 4):
+        assert found["vbon"][f"to_bon@{n}"] == pytest.approx(kl(optimum(strings, "l1", n), bon_logp(strings, n)), rel=1e-6)
+        assert found["vbon-exact"][f"to_bon@{n}"] < 1e-9
+    assert found["bon"]["to_bon@2"] == 0
+    assert found["vbon"]["order_change"] == 0 < 1e-3 < found["kl-rl"]["order_change"]
+    assert found["vbon"]["kl"] == found["vbon"]["kl@4"]
+    assert found["bon"]["sum_error_tied"] < 1e-12
+    assert found["bon"]["simulation_tied"] < 5
+    with pytest.raises(NotApplicable, match="on real text"):
+        vbon_exact(Task((4,), (1.0,), 4, 1))
+
+
+def test_winners_are_not_compared_with_the_answers_they_beat_to_win():
+    table = np.array([[1.0, 2.0, 4.0, 3.0]])
+    winners = np.array([[2.0, 4.0]])  # of 1, 2 and of 4, 3
+    assert winners_win_rate(winners, table, 2) == 0.5  # 2 loses to both of 4, 3; 4 beats 1 and 2
+    with pytest.raises(ValueError, match="4 answers a prompt leave none that the best of 4"):
+        winners_win_rate(winners[:, 1:], table, 4)

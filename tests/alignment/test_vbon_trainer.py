@@ -1,5 +1,6 @@
 """VBoNTrainer in TRL: its expected gradient, scale, PEFT, what it refuses, and two processes beside one."""
 
+import math
 import subprocess
 import sys
 
@@ -161,12 +162,21 @@ def test_the_coefficient_follows_from_n(tmp_path):
 def test_what_the_trainer_refuses(tiny, tmp_path):
     with pytest.raises(ValueError, match="must be a VBoNConfig, got RLOOConfig"):
         VBoNTrainer(tiny, reward, trl.RLOOConfig(output_dir=str(tmp_path), **QUIET), Dataset.from_dict({"prompt": PROMPTS}))
-    with pytest.raises(ValueError, match="must be one function"):
-        build(tiny, tmp_path, reward=[reward, reward])
+
+    async def later(prompts, completions, **_):
+        return reward(prompts, completions)
+
+    for unfit in ([reward, reward], later, torch.nn.Linear(1, 1), "reward-model"):
+        with pytest.raises(ValueError, match="must be one plain function"):
+            build(tiny, tmp_path, reward=unfit)
     part = RewardCDF()
     part.add("a", [1.0, 2.0])
-    with pytest.raises(ValueError, match="no rewards for 3 training prompts"):
+    with pytest.raises(ValueError, match="no rewards for 3 prompts of train_dataset or eval_dataset, first 'b'"):
         build(tiny, tmp_path, cdf=part, n=2)
+    with pytest.raises(ValueError, match="no rewards for 1 prompts of train_dataset or eval_dataset, first 'c'"):
+        build(tiny, tmp_path, cdf=known(), n=2, more={"eval_dataset": Dataset.from_dict({"prompt": ["a", "c"]})})
+    with pytest.raises(ValueError, match="eval_dataset must be a map-style data set with a column 'prompt'"):
+        build(tiny, tmp_path, cdf=known(), n=2, more={"eval_dataset": Dataset.from_dict({"text": ["a", "c"]})})
     other = known()
     other.sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_new_tokens": 4}
     with pytest.raises(ValueError, match=r"temperature: table 0\.7, roll-outs 1\.0"):
@@ -188,6 +198,85 @@ def test_a_reward_of_nan_is_not_taken_for_a_missing_one(tiny, tmp_path):
         trainer.train()
 
 
+class Everything(RewardCDF):
+    """Holds no prompt, knows them all: a table that is filled as it is asked."""
+
+    def __contains__(self, prompt):
+        return True
+
+
+@pytest.mark.filterwarnings("ignore:0 rewards a prompt")
+def test_a_table_that_is_still_empty_is_the_one_that_the_reward_asks(tiny, tmp_path):
+    cdf = Everything()
+    assert build(tiny, tmp_path, cdf=cdf, n=2).reward_funcs[0].cdf is cdf
+
+
+@pytest.mark.filterwarnings("ignore:8 rewards a prompt")
+def test_evaluation_has_its_prompts_in_the_table(tiny, tmp_path):
+    held_out = {"eval_dataset": {"one": Dataset.from_dict({"prompt": ["c"]}), "two": Dataset.from_dict({"prompt": ["b c"]})}}
+    trainer = build(tiny, tmp_path, n=4, cdf_samples=8, more=held_out, num_generations_eval=4, per_device_eval_batch_size=4)
+    assert "c" in trainer.cdf
+    assert "b c" in trainer.cdf
+    trainer.evaluate()
+    rewards = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(rewards) == 2
+    assert all(-math.log(9) <= r <= 0 for r in rewards)
+
+
+@pytest.mark.filterwarnings("ignore:8 rewards a prompt")
+def test_the_table_is_drawn_as_the_roll_outs_are(tiny, tmp_path):
+    penalty = {"repetition_penalty": 1.5, "generation_kwargs": {"min_p": 0.1}, "n": 4}
+    trainer = build(tiny, tmp_path, cdf_samples=8, **penalty)
+    assert trainer.cdf.sampling["repetition_penalty"] == 1.5
+    assert trainer.cdf.sampling["min_p"] == 0.1
+    plain = build(tiny, tmp_path, n=4, cdf_samples=8).cdf
+    assert plain._rewards != trainer.cdf._rewards
+    with pytest.raises(ValueError, match=r"repetition_penalty: table 1\.0, roll-outs 1\.5"):
+        build(tiny, tmp_path, cdf=plain, **penalty)
+
+
+def test_a_models_own_generation_settings_do_not_reach_the_table(tiny):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    tables = [RewardCDF.sample(model, tokenizer, PROMPTS, reward, m=8, max_new_tokens=4)]
+    for name, value in {"repetition_penalty": 3.0, "min_p": 0.9, "temperature": 0.1, "top_k": 1}.items():
+        setattr(model.generation_config, name, value)
+    tables.append(RewardCDF.sample(model, tokenizer, PROMPTS, reward, m=8, max_new_tokens=4))
+    assert tables[0]._rewards == tables[1]._rewards
+
+
+def save_gpt2(folder):
+    """In place of the Llama, a GPT-2 with its usual dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 6, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "initializer_range": 0.3}
+    GPT2LMHeadModel(GPT2Config(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
+    return folder
+
+
+def test_the_update_is_of_the_policy_that_rolled_out(tiny, tmp_path):
+    """Dropout between the two would move the ratio off one, as far as the clip."""
+    trainer = build(save_gpt2(tiny), tmp_path, cdf=known(), n=2, logging_strategy="steps", logging_steps=1)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "kl" in entry]
+    assert entries[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert [entry["clip_ratio/region_mean"] for entry in entries] == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:8 rewards a prompt")
+def test_the_reference_inside_an_adapted_model_has_no_dropout(tiny, tmp_path):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    settings = {"n": 3, "bound": "exact", "disable_dropout": False}
+    trainer = build(save_gpt2(tiny), tmp_path, cdf=known(), more={"peft_config": lora}, **settings)
+    trainer.model.train()
+    twice = [trainer._reference_logps(["a b"] * 8, [[3, 4, 5, 2]] * 8) for _ in range(2)]
+    assert torch.equal(*twice)
+    assert trainer.model.training
+
+
 def test_best_of_n_and_tables_do_not_depend_on_how_the_work_is_shared(tiny):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -199,7 +288,10 @@ def test_best_of_n_and_tables_do_not_depend_on_how_the_work_is_shared(tiny):
     whole = RewardCDF.sample(model, tokenizer, PROMPTS, reward, **settings)
     parts = [RewardCDF.sample(model, tokenizer, PROMPTS, reward, share=(k, 2), **settings) for k in range(2)]
     assert RewardCDF().merge(parts)._rewards == whole._rewards
-    assert whole.sampling == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 4}
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_new_tokens": 4}
+    assert whole.sampling == plain
+    with pytest.raises(ValueError, match=r"rewards of shape \(32, 1\): one number a completion"):
+        RewardCDF.sample(model, tokenizer, PROMPTS, lambda prompts, completions: torch.zeros(len(prompts), 1), m=8)
     tokenizer.pad_token = tokenizer.eos_token = None
     with pytest.raises(ValueError, match="neither a padding nor an end token"):
         RewardCDF.sample(model, tokenizer, PROMPTS, reward, m=2)

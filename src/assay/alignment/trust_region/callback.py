@@ -40,7 +40,7 @@ class TrustRegionCallback(TrainerCallback):
         exact_lora: Average the LoRA products, not their factors.
 
     Raises:
-        ValueError: an argument out of range, or at the start of training: no reference, or one that does not fit.
+        ValueError: an argument out of range, or at the start of training: no reference, one that does not fit, or ZeRO-3.
         FileNotFoundError: training resumes from a checkpoint without a reference.
 
     Example:
@@ -176,4 +176,7 @@ def _unwrapped(model: Any) -> Any:
 def _refuse_zero3(args: Any) -> None:
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
-        raise NotImplementedError("ZeRO-3 keeps only a part of every weight here: use ZeRO-2, FSDP or a PEFT adapter")
+        raise ValueError(
+            "deepspeed: with ZeRO-3 each process holds only a part of every weight, so the reference cannot follow; use ZeRO-2 "
+            "or FSDP"
+        )

@@ -82,12 +82,12 @@ class TRDPOTrainer(TrustRegion, DPOTrainer):
     """
 
     given_names = ("ref_chosen_logps", "ref_rejected_logps")
+    config_type = TRDPOConfig
     fault = staticmethod(pair_fault)
 
     def __init__(self, model: Any, ref_model: Any = None, args: TRDPOConfig | None = None, **kwargs: Any):
-        args = _checked(args, TRDPOConfig, "TRDPOTrainer")
-        super().__init__(model=model, ref_model=ref_model, args=args, **kwargs)
-        own = own_losses(args)
+        super().__init__(model, ref_model, args, **kwargs)
+        own = own_losses(self.args)
         self._own = {t: w for t, w in zip(self.loss_types, self.loss_weights, strict=True) if t in own}
         self.loss_weights = [0.0 if t in own else w for t, w in zip(self.loss_types, self.loss_weights, strict=True)]
 
@@ -132,11 +132,3 @@ class TRDPOTrainer(TrustRegion, DPOTrainer):
         parts = rows.split([2 * min(size, pairs - start) for start in range(0, pairs, size)])
         chosen, rejected = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat(chosen), torch.cat(rejected)
-
-
-def _checked(args: Any, kind: Any, name: str) -> Any:
-    if args is None:
-        return kind()
-    if not isinstance(args, kind):
-        raise TypeError(f"{name} takes a {kind.__name__}, got {type(args).__name__}: it has the schedule of the reference")
-    return args

@@ -20,7 +20,7 @@ class TRKTOConfig(TrustRegionOptions, KTOConfig):
     arXiv 2404.09656. ``beta`` is 0.05 (TRL: 0.1).
 
     Raises:
-        ValueError: a value out of range, or one of TRL's options that needs a reference which stands still.
+        ValueError: a value out of range, batches of one, or one of TRL's options that needs a reference which stands still.
 
     Example:
         >>> TRKTOConfig(output_dir="out", tr_alpha=0.5, bf16=False).tr_sync_steps
@@ -32,6 +32,11 @@ class TRKTOConfig(TrustRegionOptions, KTOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self)
+        if self.loss_type == "kto" and self.per_device_train_batch_size < 2:
+            raise ValueError(
+                "per_device_train_batch_size must be at least 2: a KTO batch of one has no mismatched pair, from which the KL "
+                "is estimated"
+            )
 
 
 class TRKTOTrainer(TrustRegion, KTOTrainer):
@@ -50,7 +55,7 @@ class TRKTOTrainer(TrustRegion, KTOTrainer):
         As TRL's: text in, one loss out.
 
     Raises:
-        ValueError: no usable row, batches of one, a tokenizer without an end token, a reference that does not fit.
+        ValueError: no usable row, a tokenizer without an end token, a reference that does not fit.
         FloatingPointError: a loss or a log-probability that is not finite.
 
     Example:
@@ -59,20 +64,8 @@ class TRKTOTrainer(TrustRegion, KTOTrainer):
     """
 
     given_names = ("ref_logps", "ref_KL_logps")
+    config_type = TRKTOConfig
     fault = staticmethod(answer_fault)
-
-    def __init__(self, model: Any, ref_model: Any = None, args: TRKTOConfig | None = None, **kwargs: Any):
-        args = TRKTOConfig() if args is None else args
-        if not isinstance(args, TRKTOConfig):
-            raise TypeError(
-                f"TRKTOTrainer takes a TRKTOConfig, got {type(args).__name__}: it has the schedule of the reference"
-            )
-        if args.loss_type == "kto" and args.per_device_train_batch_size < 2:
-            raise ValueError(
-                "per_device_train_batch_size must be at least 2: a KTO batch of one has no mismatched pair, from which the KL "
-                "is estimated"
-            )
-        super().__init__(model=model, ref_model=ref_model, args=args, **kwargs)
 
     def _without_signal(self, prepared: Dataset, args: Any) -> tuple[Dataset, dict[str, int]]:
         """A last batch of one, in which TRL would pair an answer with its own prompt and subtract the reward from itself."""

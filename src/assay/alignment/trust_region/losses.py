@@ -84,9 +84,8 @@ def tr_ipo_loss(
     if (chosen_len is None) != (rejected_len is None):
         raise ValueError("chosen_len and rejected_len must be given together")
     if chosen_len is not None and rejected_len is not None:
-        if chosen_len.shape != pol_chosen.shape or rejected_len.shape != pol_rejected.shape:
-            raise ValueError(f"lengths must be {tuple(pol_chosen.shape)}, got {tuple(chosen_len.shape)}")
-        if min(chosen_len.min(), rejected_len.min()) < 1:
+        _check_shapes(pol_chosen=pol_chosen, chosen_len=chosen_len, rejected_len=rejected_len)
+        if not ((chosen_len >= 1) & (rejected_len >= 1)).all():
             raise ValueError("chosen_len and rejected_len must be at least 1: an answer without a token has no loss")
         pol_chosen, ref_chosen = pol_chosen / chosen_len, ref_chosen / chosen_len
         pol_rejected, ref_rejected = pol_rejected / rejected_len, ref_rejected / rejected_len
@@ -111,7 +110,7 @@ def tr_kto_loss(
     Args:
         pol: Summed log-probabilities under the policy.
         ref: Under the reference.
-        labels: True where the answer is desirable.
+        labels: True (or 1) where the answer is desirable, False (or 0) elsewhere.
         kl: Mean log-ratio of the batch's mismatched pairs, see `mismatched_kl`; a number or ``()``.
         beta: Above 0.
         desirable_weight: ``λ_D`` ≥ 0, default 1.
@@ -121,7 +120,7 @@ def tr_kto_loss(
         pol, ref and labels ``(B,)``; the result ``(B,)``.
 
     Raises:
-        ValueError: beta or a weight out of range, or shapes that differ.
+        ValueError: beta or a weight out of range, labels other than 0 and 1, more than one kl, or shapes that differ.
 
     Example:
         >>> zero = torch.zeros(2)
@@ -130,10 +129,17 @@ def tr_kto_loss(
     """
     _check_beta(beta)
     _check_shapes(pol=pol, ref=ref, labels=labels)
-    if min(desirable_weight, undesirable_weight) < 0:
-        raise ValueError(f"weights must be at least 0, got {desirable_weight} and {undesirable_weight}")
+    if not all(0 <= weight < float("inf") for weight in (desirable_weight, undesirable_weight)):
+        raise ValueError(
+            "desirable_weight and undesirable_weight must be at least 0 and finite, "
+            f"got {desirable_weight} and {undesirable_weight}"
+        )
+    if labels.dtype != torch.bool and not ((labels == 0) | (labels == 1)).all():
+        raise ValueError("labels must be True or False, or 1 or 0; others, as -1, would all count as desirable")
     log_ratio = pol - ref.detach()
     z = torch.as_tensor(kl, dtype=log_ratio.dtype, device=log_ratio.device).detach().clamp(min=0)
+    if z.numel() != 1:
+        raise ValueError(f"kl must be one number for the whole batch, got {tuple(z.shape)}")
     desirable = desirable_weight * (1 - torch.sigmoid(beta * (log_ratio - z)))
     undesirable = undesirable_weight * (1 - torch.sigmoid(beta * (z - log_ratio)))
     return torch.where(labels.bool(), desirable, undesirable)

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def pair_fault(row: Mapping[str, Any]) -> str | None:
-    """Why a row is no preference pair: ``missing answer``, ``empty answer``, ``identical answers``; None if it is one.
+    """Why a row is no preference pair, as ``missing answer`` or ``identical answers``; None if it is one.
 
     Example:
         >>> pair_fault({"prompt": "It is", "chosen": " good.", "rejected": " good."})
@@ -21,6 +21,8 @@ def pair_fault(row: Mapping[str, Any]) -> str | None:
         return "missing prompt"
     if chosen is None or rejected is None:
         return "missing answer"
+    if not all(isinstance(answer, str | list | tuple) for answer in (chosen, rejected)):
+        return "answer that is no text"
     if not _text(chosen).strip() or not _text(rejected).strip():
         return "empty answer"
     return "identical answers" if _text(chosen).strip() == _text(rejected).strip() else None
@@ -41,6 +43,8 @@ def answer_fault(row: Mapping[str, Any]) -> str | None:
         return "missing answer"
     if row.get("label") is None:
         return "missing label"
+    if not isinstance(row["completion"], str | list | tuple):
+        return "answer that is no text"
     return None if _text(row["completion"]).strip() else "empty answer"
 
 

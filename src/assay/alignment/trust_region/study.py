@@ -38,12 +38,24 @@ from assay.data.preferences import load_preferences
 from assay.models.small_lm import Checkpoint, sample, token_kl
 
 from .arms import Method, fixed_dpo, fixed_ipo, hard_dpo, simpo, soft_dpo, soft_ipo, trl_sync
-from .frontier import gain_at_equal_kl, shared_bins
+from .readings import (
+    EQUAL_BETA,
+    bins_shared,
+    difference,
+    envelope_gain,
+    frontier_gain,
+    further,
+    learns,
+    lower_beta_gain,
+    on,
+    smaller_fall,
+)
 from .tree import Tree, climb, fixed_or_moving, grow
 
 GRID = (0.01, 0.03, 0.1, 0.3)
-EQUAL_BETA = 0.1  # at which distances are compared
-OVER = 0.05  # of the reward's standard deviation: a smaller fall from the peak is no over-optimisation
+MOVING = ("tr-dpo-soft", "tr-dpo-hard")
+PAIRED = (("tr-dpo-soft", "dpo"), ("tr-dpo-hard", "dpo"), ("tr-ipo-soft", "ipo"))
+TUNED_ON = "tree/1000"  # a language of its own
 
 
 class TrustRegionConfig(Config):
@@ -160,8 +172,7 @@ def trial(arm, shared, config, log) -> dict[str, float]:
 def on_tree(method: Method, tree: Tree, config, log) -> dict[str, float]:
     if method.reference not in ("fixed", "soft", "hard") or method.unpaired:
         return {}  # TRL's trainers need a language model
-    tuning = log.replicate.endswith(f"/{1000}")
-    betas = (config.beta,) if tuning else tuple(dict.fromkeys((config.beta, *config.betas)))
+    betas = (config.beta,) if log.replicate == TUNED_ON else tuple(dict.fromkeys((config.beta, *config.betas)))
     path = climb(
         tree,
         lambda *args: method.loss(*args, args[-1]),
@@ -260,74 +271,29 @@ def look_at_pairs(shared: HarmlessCase, config, log):
     return look
 
 
-# -- what is read off ---------------------------------------------------------------------------------------------------
-
-
-def on(case, statistic):
-    """A statistic that applies to one case's replicates alone."""
-    return lambda r: statistic(r) if r.name.startswith(f"{case}/") else None
-
-
-def frontier_gain(arm, base):
-    """Mean over KL bins that both reach of the difference in best reward."""
-
-    def statistic(r: Replicate) -> float | None:
-        ours, theirs = ((r[name].curve("tree_kl")[1], r[name].curve("tree_gold")[1]) for name in (arm, base))
-        return gain_at_equal_kl(ours, theirs)
-
-    return on("tree", statistic)
-
-
-def bins_shared(arm, base):
-    def statistic(r: Replicate) -> float:
-        return float(len(shared_bins(r[arm].curve("tree_kl")[1], r[base].curve("tree_kl")[1])))
-
-    return on("tree", statistic)
-
-
-def smaller_fall(arm, base):
-    """At the β of the grid at which the base falls furthest from its peak, if it does: how much less the arm falls."""
-
-    def statistic(r: Replicate) -> float | None:
-        falls = {beta: getattr(r[base], f"tree_drop@{beta:g}") for beta in r.config.betas}
-        beta = max(falls, key=lambda b: falls[b])
-        return falls[beta] - getattr(r[arm], f"tree_drop@{beta:g}") if falls[beta] >= OVER else None
-
-    return on("tree", statistic)
-
-
-def further(arm, base):
-    """Nats further from the SFT policy, at equal β, learning rate and steps."""
-
-    def statistic(r: Replicate) -> float | None:
-        case = r.name.partition("/")[0]
-        if case == "tree":
-            name = f"tree_kl@{EQUAL_BETA:g}"
-            return getattr(r[arm], name) - getattr(r[base], name) if name in r[base].metrics else None
-        if case == "reviews" and arm == "tr-dpo-hard":
-            return None  # not run there
-        name = "harmless_kl" if case == "harmless" else "kl"
-        return getattr(r[arm], name) - getattr(r[base], name)
-
-    return statistic
-
-
-def base_learns(r: Replicate) -> float | None:
-    """DPO's expected reward at its peak, in standard deviations of the initial policy's; accuracy or proxy win above ½."""
-    case = r.name.partition("/")[0]
-    if case == "tree":
-        return r["dpo"].tree_peak
-    return (r["dpo"].harmless_accuracy if case == "harmless" else r["dpo"].proxy_win) - 0.5
-
-
-def difference(case, metric, arm, base="dpo"):
-    return on(case, lambda r: getattr(r[arm], metric) - getattr(r[base], metric))
+# -- what is claimed ----------------------------------------------------------------------------------------------------
 
 
 def draw(results: list[Replicate]):
     from .figures import frontiers
 
     return frontiers(results)
+
+
+LEARNS = {
+    "tree": Claim(
+        "Tree: DPO learns, its best reward is a tenth of a standard deviation", statistic=learns("tree"), holds=at_least(0.1)
+    ),
+    "harmless": Claim("Harmless: DPO learns, held-out accuracy above ½", statistic=learns("harmless"), holds=above(0.5)),
+    "reviews": Claim("Reviews: DPO learns, it wins by the proxy above ½", statistic=learns("reviews"), holds=above(0.5)),
+}
+"""What has to be true of a case before its claims mean anything; those of the other cases stand without it."""
+
+
+def about(case, text, statistic, holds=None, published=""):
+    return Claim(
+        f"{case.capitalize()}: {text}", statistic=on(case, statistic), holds=holds, published=published, gates=(LEARNS[case],)
+    )
 
 
 study = Study(
@@ -343,7 +309,7 @@ study = Study(
         "simpo": simpo,
         "trl-sync": trl_sync,
     },
-    tune=Tune("beta", GRID, select="tree_peak", mode="max", follow={"trl-sync": "tr-dpo-soft"}, replicate="tree/1000"),
+    tune=Tune("beta", GRID, select="tree_peak", mode="max", follow={"trl-sync": "tr-dpo-soft"}, replicate=TUNED_ON),
     scales={
         "smoke": TrustRegionConfig(seeds=1, cases=("tree",), tree_steps=60, points=6, syncs=4),
         "desk": TrustRegionConfig(),
@@ -366,13 +332,6 @@ study = Study(
         "UltraFeedback (hub: princeton-nlp/llama3-ultrafeedback), judged by AlpacaEval 2 and Arena-Hard. Both judges are GPT-4, "
         "which this study does not call; it gives the trained policies. About 60 hours of eight A100 for the Pythia grid."
     ),
-    gates=[
-        Claim(
-            "DPO learns: its best reward (tree), held-out accuracy above ½ (harmless) or proxy wins above ½ (reviews)",
-            statistic=base_learns,
-            holds=above(0),
-        ),
-    ],
     claims=[
         Claim(
             "C1: after three updates, ours (soft) and TRL's sync_ref_model have the same weights (largest difference)",
@@ -380,68 +339,63 @@ study = Study(
             holds=at_most(1e-6),
         ),
         *(
-            Claim(
-                f"C2, tree: at equal KL, {arm} has at least the reward of {base}, each at its best beta (standard deviations)",
-                published="wins 8 to 15 points more often",
-                statistic=frontier_gain(arm, base),
-                holds=at_least(0),
+            about(
+                "tree",
+                f"C2, at equal KL, {arm} has at least the reward of {base}, each at its best beta (standard deviations)",
+                frontier_gain(arm, base),
+                at_least(0),
+                "wins 8 to 15 points more often",
             )
-            for arm, base in (("tr-dpo-soft", "dpo"), ("tr-dpo-hard", "dpo"), ("tr-ipo-soft", "ipo"))
+            for arm, base in PAIRED
         ),
         *(
-            Claim(f"KL bins that {arm} and {base} share, of half a nat", statistic=bins_shared(arm, base))
-            for arm, base in (("tr-dpo-soft", "dpo"), ("tr-dpo-hard", "dpo"), ("tr-ipo-soft", "ipo"))
+            about(
+                "tree",
+                f"at equal KL, reward of {arm} above {base}'s over all betas, none chosen beforehand",
+                envelope_gain(arm, base),
+            )
+            for arm, base in PAIRED
+        ),
+        *(about("tree", f"KL bins that {arm} and {base} share, of half a nat", bins_shared(arm, base)) for arm, base in PAIRED),
+        *(
+            about(
+                "tree",
+                f"C3, where DPO over-optimises most, {arm} falls less from its peak (standard deviations less)",
+                smaller_fall(arm, "dpo"),
+                above(0),
+                "yes",
+            )
+            for arm in MOVING
         ),
         *(
-            Claim(
-                f"C3, tree: where DPO over-optimises most, {arm} falls less from its peak (standard deviations less)",
-                published="yes",
-                statistic=smaller_fall(arm, "dpo"),
-                holds=above(0),
+            about(
+                case,
+                f"C4, {arm} ends further from the SFT policy than DPO at equal beta (nats)",
+                further(case, arm, "dpo"),
+                above(0),
+                "yes",
             )
-            for arm in ("tr-dpo-soft", "tr-dpo-hard")
+            for case, arms in (("tree", MOVING), ("harmless", MOVING), ("reviews", MOVING[:1]))
+            for arm in arms
         ),
-        *(
-            Claim(
-                f"C4: {arm} ends further from the SFT policy than DPO at beta 0.1 (nats)",
-                published="yes",
-                statistic=further(arm, "dpo"),
-                holds=above(0),
-            )
-            for arm in ("tr-dpo-soft", "tr-dpo-hard")
+        about("reviews", "gold win rate, TR-DPO soft above DPO", difference("gold_win", "tr-dpo-soft", "dpo")),
+        about("reviews", "VADER win rate, TR-DPO soft above DPO", difference("vader_win", "tr-dpo-soft", "dpo")),
+        about("harmless", "held-out accuracy, TR-DPO soft above DPO", difference("harmless_accuracy", "tr-dpo-soft", "dpo")),
+        about("harmless", "held-out accuracy, TR-DPO hard above DPO", difference("harmless_accuracy", "tr-dpo-hard", "dpo")),
+        about(
+            "tree",
+            "SimPO's best reward above TR-DPO soft's (is a reference needed?)",
+            difference("tree_peak", "simpo", "tr-dpo-soft"),
         ),
-        Claim("Reviews: gold win rate, TR-DPO soft above DPO", statistic=difference("reviews", "gold_win", "tr-dpo-soft")),
-        Claim("Reviews: VADER win rate, TR-DPO soft above DPO", statistic=difference("reviews", "vader_win", "tr-dpo-soft")),
-        Claim(
-            "Harmless: held-out accuracy, TR-DPO soft above DPO",
-            statistic=difference("harmless", "harmless_accuracy", "tr-dpo-soft"),
+        about(
+            "tree",
+            "best reward of TR-DPO soft above DPO's, each at its best beta",
+            difference("tree_peak", "tr-dpo-soft", "dpo"),
         ),
-        Claim(
-            "Harmless: held-out accuracy, TR-DPO hard above DPO",
-            statistic=difference("harmless", "harmless_accuracy", "tr-dpo-hard"),
-        ),
-        Claim(
-            "Tree: SimPO's best reward above TR-DPO soft's (is a reference needed?)",
-            statistic=difference("tree", "tree_peak", "simpo", "tr-dpo-soft"),
-        ),
-        Claim(
-            "Tree: best reward of TR-DPO soft above DPO's, each at its best beta",
-            statistic=difference("tree", "tree_peak", "tr-dpo-soft"),
-        ),
-        Claim(
-            "Tree: best reward that DPO has at a third of its beta or less, above TR-DPO soft's at beta 0.1",
-            statistic=on("tree", lambda r: lower_beta_gain(r)),
+        about(
+            "tree", "best reward that DPO has at a third of its beta or less, above TR-DPO soft's at beta 0.1", lower_beta_gain
         ),
     ],
     figure=draw,
     compare=(*COMPARE, "tree_peak", "tree_kl", "harmless_accuracy", "harmless_kl"),
 )
-
-
-def lower_beta_gain(r: Replicate) -> float | None:
-    """The sceptic's baseline: a fixed reference that is held more loosely."""
-    lower = [beta for beta in r.config.betas if beta <= EQUAL_BETA / 3]
-    if not lower or EQUAL_BETA not in r.config.betas:
-        return None
-    best = max(getattr(r["dpo"], f"tree_peak@{beta:g}") for beta in lower)
-    return best - getattr(r["tr-dpo-soft"], f"tree_peak@{EQUAL_BETA:g}")

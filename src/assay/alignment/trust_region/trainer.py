@@ -2,8 +2,10 @@
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,13 +26,14 @@ DRIFT_MEMORY = 0.9  # of the running mean that kl_budget looks at; it starts ane
 Mixed: Any = object  # any of TRL's trainers; type checkers take its attributes as given
 
 
-class TrustRegion(Mixed):
+class TrustRegion(ABC, Mixed):
     """Mixed into a TRL trainer. The trainer's own loss runs unchanged, on reference log-probabilities given to it here.
 
-    A trainer says which rows it can use (`fault`), what its loss calls the reference's numbers (`given_names`), and how
-    rewards against the initial model are summed up (`sft_rewards`).
+    A trainer says which configuration it takes (`config_type`), which rows it can use (`fault`), what its loss calls the
+    reference's numbers (`given_names`), and how rewards against the initial model are summed up (`_sft_rewards`).
     """
 
+    config_type: type
     given_names: tuple[str, ...]
     fault: Any
     data_collator: Any
@@ -39,8 +42,13 @@ class TrustRegion(Mixed):
     def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **kwargs: Any):
         self.skipped: dict[str, dict[str, int]] = defaultdict(dict)
         """Rows left out, by data set and reason."""
+        args = self.config_type() if args is None else args
+        if not isinstance(args, self.config_type):
+            raise TypeError(
+                f"args must be a {self.config_type.__name__}, got {type(args).__name__}: it has the schedule of the reference"
+            )
         _check_tokenizer(kwargs.get("processing_class"))
-        _check_models(model, ref_model)
+        _check_models(model, ref_model, kwargs.get("peft_config"))
         data = kwargs.get("train_dataset")
         if isinstance(data, Dataset) and len(data) == 0:
             raise ValueError("the train data set has no usable row: it is empty")
@@ -55,9 +63,7 @@ class TrustRegion(Mixed):
             ref_model = frozen_copy(model)
         super().__init__(model=model, ref_model=ref_model, args=args, **kwargs)
         if self._is_vision_dataset:
-            raise NotImplementedError(
-                "images are not supported: the reference's log-probabilities are computed from text alone"
-            )
+            raise ValueError("train_dataset must be text alone, got images: the reference's log-probabilities are of text")
         if self.ref_model is not None:
             self.ref_model.requires_grad_(False).eval()  # TRL leaves a reference that was passed in the mode it came in
         else:
@@ -66,8 +72,6 @@ class TrustRegion(Mixed):
             raise ValueError("exact_lora=True is for PEFT models; this one has no adapter")
         self.data_collator = WithIds(self.data_collator)
         self._cache = self._make_cache()
-        self._drift: float | None = None
-        self._drift_of = 0  # the update it was measured after
         self.moving = TrustRegionCallback(
             self.ref_model,
             mode=self.args.tr_mode,
@@ -75,7 +79,7 @@ class TrustRegion(Mixed):
             every=self.args.tr_sync_steps,
             start_step=self.args.tr_start_step,
             kl_budget=self.args.tr_kl_budget,
-            drift=lambda: self._drift if self._drift is not None else 0.0,
+            drift=lambda: self._drift_since()[0],
             exact_lora=self.args.exact_lora,
         )
         self.add_callback(self.moving)
@@ -169,7 +173,10 @@ class TrustRegion(Mixed):
         return list(fresh.unbind(1))
 
     def _run_reference(self, inputs: dict[str, Any]) -> tuple[Tensor | None, ...]:
-        return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
+        if self.ref_model is not None:
+            return self.compute_ref_log_probs(self.ref_model, inputs)
+        with evaluating(self.model):  # the adapter of the reference has no dropout, but the layers below it may
+            return self.compute_ref_log_probs(self.model, inputs)
 
     def _refuse_non_finite(self, loss: Tensor, policy: Tensor, given: dict[str, Tensor]) -> None:
         """TRL would log a NaN loss as 0 (logging_nan_inf_filter), and KTO's average leaves NaN out."""
@@ -189,15 +196,22 @@ class TrustRegion(Mixed):
         log_ratio = self._drift_rows(policy, given, inputs)
         mean = self.accelerator.gather(log_ratio.mean().reshape(1)).nanmean().item()
         if not math.isnan(mean):  # a KTO batch may hold no desirable answer
-            anew = self._drift is None or syncs != self._drift_of
-            self._drift = mean if anew else DRIFT_MEMORY * (self._drift or 0.0) + (1 - DRIFT_MEMORY) * mean
-            self._drift_of = syncs
+            drift, since = self._drift_since()
+            new = mean if since != syncs else DRIFT_MEMORY * drift + (1 - DRIFT_MEMORY) * mean
+            self.moving.kept["drift"] = torch.tensor([new, syncs], dtype=torch.float64)
         self._metrics["train"]["tr/syncs"] = [syncs]
-        self._metrics["train"]["tr/drift"] = [self._drift or 0.0]
+        self._metrics["train"]["tr/drift"] = [self._drift_since()[0]]
 
+    def _drift_since(self) -> tuple[float, int]:
+        """The running mean that ``kl_budget`` looks at, and the update after which it began; in the checkpoint."""
+        if "drift" not in self.moving.kept:
+            return 0.0, -1
+        drift, since = self.moving.kept["drift"].tolist()
+        return drift, int(since)
+
+    @abstractmethod
     def _drift_rows(self, policy: Tensor, given: dict[str, Tensor], inputs: dict[str, Any]) -> Tensor:
         """Log-ratios of the good answers, ``(n,)``."""
-        raise NotImplementedError
 
     def _probe_batches(self) -> list[dict[str, Any]]:
         size = self.args.per_device_train_batch_size
@@ -207,13 +221,8 @@ class TrustRegion(Mixed):
 
     @torch.no_grad()
     def _probe_logps(self) -> Tensor:
-        training = self.model.training
-        self.model.eval()
-        try:
-            with self.accelerator.autocast():
-                return torch.cat([answer_logps(self.model, batch) for batch in self._probe_batches()]).float()
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), self.accelerator.autocast():
+            return torch.cat([answer_logps(self.model, batch) for batch in self._probe_batches()]).float()
 
     def _start_probe(self) -> None:
         """Before the first step: what the initial model thinks of the probe. After a resume it comes from the checkpoint."""
@@ -231,14 +240,27 @@ class TrustRegion(Mixed):
                 self._metrics["train"][f"rewards_sft/{name}"] = [value]
         super().log(logs, start_time)
 
+    @abstractmethod
     def _sft_rewards(self, gained: Tensor) -> dict[str, float]:
-        raise NotImplementedError
+        """What is logged of the probe's answers: their rewards against the initial model, ``(answers,)``, summed up."""
 
     # ---- resuming -------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.moving.resume_folder = resume_from_checkpoint
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the length of a block; then each module's own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
@@ -250,10 +272,10 @@ def _check_tokenizer(tokenizer: Any) -> None:
         logger.warning("the tokenizer has no padding token: batches are padded with its end token, which the loss leaves out")
 
 
-def _check_models(model: Any, ref_model: Any) -> None:
+def _check_models(model: Any, ref_model: Any, peft_config: Any) -> None:
     if ref_model is not None and ref_model is model:
         raise ValueError("ref_model is the policy itself: leave it out, and a frozen copy is taken")
-    if ref_model is not None and isinstance(model, PeftModel):
+    if ref_model is not None and (isinstance(model, PeftModel) or peft_config is not None):
         raise ValueError("a PEFT model has its reference inside, as a second adapter: leave ref_model out")
     if isinstance(model, PeftModel) and POLICY not in model.peft_config:
         raise ValueError(f"the adapter that is trained must be called {POLICY!r}, got {', '.join(model.peft_config)}")

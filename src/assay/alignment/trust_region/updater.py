@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class ReferenceUpdater:
         check_finite: bool = True,
     ):
         check_schedule(mode=mode, alpha=alpha, every=every, start_step=start_step, kl_budget=kl_budget)
+        if master_dtype is not None and not master_dtype.is_floating_point:
+            raise ValueError(f"master_dtype must be a floating-point type or None, got {master_dtype}")
         if policy is reference:
             raise ValueError("reference must be another object than policy: give it a frozen copy, copy.deepcopy(policy)")
         self.mode, self.alpha, self.every = mode, 1.0 if mode == "hard" else float(alpha), int(every)
@@ -195,10 +198,10 @@ def check_schedule(
         raise ValueError("alpha=1 replaces the reference: that is mode='hard'; a soft update takes an alpha in (0, 1)")
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1) (or mode='hard'), got {alpha}")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
         raise ValueError(f"every, the optimiser steps between updates, must be a whole number of at least 1, got {every!r}")
-    if start_step < 0:
-        raise ValueError(f"start_step must be at least 0, got {start_step}")
+    if not isinstance(start_step, Integral) or start_step < 0:
+        raise ValueError(f"start_step must be a whole number of at least 0, got {start_step!r}")
     if kl_budget is not None and not 0 < kl_budget < math.inf:
         raise ValueError(f"kl_budget must be a positive number of nats, got {kl_budget}")
 

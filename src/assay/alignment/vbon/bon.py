@@ -1,9 +1,9 @@
 """The distribution of the best of N samples: its log-probability in O(1), stable for any N, ties included."""
 
-import math
-
 import torch
 from torch import Tensor
+
+_FLOOR = -700.0  # e⁻⁷⁰⁰ is the last power of e, about, that is a normal float
 
 
 def bon_log_ratio(ref_logp: Tensor, log_cdf: Tensor, n: int, *, log_tie_mass: Tensor | None = None) -> Tensor:
@@ -26,7 +26,7 @@ def bon_log_ratio(ref_logp: Tensor, log_cdf: Tensor, n: int, *, log_tie_mass: Te
         The broadcast shape, in the inputs' floating type, computed in float64.
 
     Raises:
-        ValueError: n is no whole number ≥ 1, F outside [0, 1], ``ref_logp`` above 0, T below π_ref.
+        ValueError: n is no whole number ≥ 1, F outside [0, 1], ``ref_logp`` above 0, T below π_ref, whole numbers for floats.
 
     Example:
         >>> import torch
@@ -41,14 +41,13 @@ def bon_log_ratio(ref_logp: Tensor, log_cdf: Tensor, n: int, *, log_tie_mass: Te
         _check_log_probability("log_tie_mass", log_tie_mass, "T must lie in [0, 1]")
         if (log_tie_mass.double() < ref_logp.double() - 1e-6).any():
             raise ValueError("log_tie_mass must be at least ref_logp: a string ties with itself")
-    a = log_cdf.double()
-    worst = torch.isneginf(a)
-    a = torch.where(worst, 0.0, a)
-    # ((F+T)ᴺ − Fᴺ)/T = N Fᴺ⁻¹ · e^{h(d)} · (eᵘ − 1)/u, with d = log T − log F and u = N log(1 + T/F): nothing is subtracted
-    # that could cancel, and h and g vanish where T ≪ F/N, which is the rule for long strings.
+    worst = torch.isneginf(log_cdf)
+    a = torch.where(worst, 0.0, log_cdf.double())
+    # ((F+T)ᴺ − Fᴺ)/T = (F+T)ᴺ (1 − e⁻ᵘ)/T with u = N log(1 + T/F) and d = log T − log F: the two powers are never subtracted.
+    # Where T/F leaves the floats, u = N T/F to the last digit: it is taken at d = −700, and log T drops out.
     d = b - a
-    h = torch.where(d < -15, -0.5 * d.clamp_max(-15.0).exp(), _softplus(d.clamp_min(-15.0)).log() - d.clamp_min(-15.0))
-    ratio = math.log(n) + (n - 1) * a + h + _log_expm1_over(n * _softplus(d))
+    u = n * torch.logaddexp(d.new_zeros(()), d.clamp_min(_FLOOR))  # softplus to full precision, unlike torch's own
+    ratio = n * torch.logaddexp(a, b) + (-u).expm1().neg().log() - torch.where(d < _FLOOR, a + _FLOOR, b)
     ratio = torch.where(worst, (n - 1) * b, ratio)
     return ratio.to(torch.promote_types(ref_logp.dtype, log_cdf.dtype))
 
@@ -116,21 +115,8 @@ def checked_n(n: int, least: int = 1) -> int:
 
 
 def _check_log_probability(name: str, value: Tensor, rule: str) -> None:
-    if not bool((value <= 1e-6).all()):  # False for NaN, too
-        raise ValueError(f"{name} must be at most 0 and not NaN ({rule}), got a largest value of {value.max().item():g}")
-
-
-def _softplus(d: Tensor) -> Tensor:
-    """``log(1 + eᵈ)``; torch's own softplus gives up nine digits at either end."""
-    return torch.where(d > 700, d, d.clamp_max(700.0).exp().log1p())
-
-
-def _log_expm1_over(u: Tensor) -> Tensor:
-    """``log((eᵘ − 1)/u)`` for u ≥ 0, without overflow or cancellation."""
-    tiny, huge = u < 1e-3, u > 30
-    middle = u.clamp(1e-3, 30.0)
-    return torch.where(
-        tiny,
-        u / 2 + u.square() / 24,
-        torch.where(huge, u - u.clamp_min(1.0).log(), middle.expm1().log() - middle.log()),
-    )
+    if not value.is_floating_point():
+        raise ValueError(f"{name} must be of a floating type, got {value.dtype}")
+    largest = value.max().item() if value.numel() else 0.0
+    if not largest <= 1e-6:  # NaN is not, either
+        raise ValueError(f"{name} must be at most 0 and not NaN ({rule}), got a largest value of {largest:g}")

@@ -103,20 +103,23 @@ def sampled(
 
 
 def plain_sampling() -> dict[str, Any]:
-    """The reference's own distribution: nothing tempered, nothing cut off."""
-    return {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 20}
+    """The reference's own distribution: nothing tempered, nothing cut off, whatever its generation configuration says."""
+    uncut = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    return {"do_sample": True, "temperature": 1.0, **uncut, "max_new_tokens": 20}
 
 
 def checked_rewards(rewards: Any, expected: int) -> torch.Tensor:
     """Rewards as float64 ``(n,)``: in float32, distinct rewards may become ties.
 
     Raises:
-        ValueError: another number of them, a missing or NaN one.
+        ValueError: another number of them, more than one each, a missing or NaN one.
     """
     values = rewards if isinstance(rewards, torch.Tensor) else list(rewards)
     if len(values) != expected:
         raise ValueError(f"reward_fn returned {len(values)} rewards for {expected} completions")
     if isinstance(values, torch.Tensor):
+        if values.ndim != 1:
+            raise ValueError(f"reward_fn returned rewards of shape {tuple(values.shape)}: one number a completion is expected")
         tensor = values.detach().cpu().double()
     elif any(value is None for value in values):
         raise ValueError("reward_fn returned None: best-of-N needs a reward for every completion")

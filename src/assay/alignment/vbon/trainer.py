@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import trl
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from .cdf import RewardCDF, prompt_key
+from .cdf import RewardCDF, prompt_key, shown
 from .reward import VBoNReward, kl_coefficient
 
 
@@ -23,6 +24,8 @@ class VBoNConfig(trl.RLOOConfig):
         bound: ``"l1"``, ``"exact"`` or ``"jensen"``; see `VBoNReward`.
         cdf_samples: Reference answers a prompt, for a table that the trainer builds itself, ≥ 2.
         beta: Not to be set: ``1/(n − 1)``, or ``1/n`` for the other bounds.
+        disable_dropout: On, unlike in RLOO: dropout would change the policy between the roll-out and its update, and the
+            ratio of the two would be clipped.
 
     Raises:
         ValueError: a β of one's own, or a setting under which the objective is no longer vBoN's: ``normalize_advantages``,
@@ -33,6 +36,7 @@ class VBoNConfig(trl.RLOOConfig):
     bound: str = field(default="l1", metadata={"help": "What is optimised: 'l1', 'exact' or 'jensen'."})
     cdf_samples: int = field(default=300, metadata={"help": "Reference answers a prompt for the table of rewards."})
     beta: float | None = field(default=None, metadata={"help": "Follows from n; leave it."})  # type: ignore[assignment]
+    disable_dropout: bool = field(default=True, metadata={"help": "Switch dropout off in the policy and the reference."})
 
     def __post_init__(self) -> None:
         right = kl_coefficient(self.n, self.bound)
@@ -68,11 +72,12 @@ class VBoNTrainer(trl.RLOOTrainer):
         reward_funcs: One reward function as TRL takes it, returning a number for every completion.
         args: A `VBoNConfig`.
         train_dataset: With a column ``prompt``.
-        cdf: The reference's rewards for every training prompt. None: they are sampled here, each process taking its share.
+        cdf: The reference's rewards for every prompt of ``train_dataset`` and ``eval_dataset``. None: they are sampled here,
+            each process taking its share; ``reward_funcs`` is then called with prompts and completions alone.
         more: Whatever ``RLOOTrainer`` takes.
 
     Raises:
-        ValueError: other arguments than a `VBoNConfig`, several reward functions, a table that misses a training prompt or was
+        ValueError: other arguments than a `VBoNConfig`, several reward functions, a table that misses a prompt or was
             sampled with other settings than the roll-outs, FSDP or DeepSpeed without a table.
         FloatingPointError: a loss that is not finite.
     """
@@ -93,11 +98,13 @@ class VBoNTrainer(trl.RLOOTrainer):
         if not isinstance(args, VBoNConfig):
             raise ValueError(f"args must be a VBoNConfig, got {type(args).__name__}")
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        if len(functions) != 1 or not callable(functions[0]) or isinstance(functions[0], torch.nn.Module):
+        several = len(functions) != 1 or not callable(functions[0]) or isinstance(functions[0], torch.nn.Module)
+        if several or iscoroutinefunction(functions[0]):
             raise ValueError(
-                "reward_funcs must be one function; weigh several in a function of your own, their order is what counts"
+                "reward_funcs must be one plain function, not a model or a coroutine; weigh several in a function of your own, "
+                "their order is what counts"
             )
-        reward = VBoNReward(functions[0], cdf or RewardCDF(), args.bound, args.n, self._reference_logps)  # type: ignore[arg-type]
+        reward = VBoNReward(functions[0], RewardCDF() if cdf is None else cdf, args.bound, args.n, self._reference_logps)  # type: ignore[arg-type]
         super().__init__(model, reward, args, train_dataset, **more)
         if cdf is None:
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -134,20 +141,31 @@ class VBoNTrainer(trl.RLOOTrainer):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty,
             "max_new_tokens": self.max_completion_length,
+            **(self.args.generation_kwargs or {}),  # type: ignore[attr-defined]
         }
 
     def _prompts(self) -> list[Any]:
-        try:
-            return list(self.train_dataset["prompt"])  # type: ignore[index]
-        except (TypeError, KeyError):
-            raise ValueError("train_dataset must be a map-style data set with a column 'prompt'") from None
+        """Of all that is trained or evaluated on."""
+        held_out = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        found = []
+        for name, rows in [("train_dataset", self.train_dataset), *(("eval_dataset", rows) for rows in held_out.values())]:
+            if rows is None:
+                continue
+            try:
+                found += list(rows["prompt"])
+            except (TypeError, KeyError, ValueError):
+                raise ValueError(f"{name} must be a map-style data set with a column 'prompt'") from None
+        return found
 
     def _check_table(self) -> None:
         missing = [prompt for prompt in _distinct(self._prompts()) if prompt not in self.cdf]
         if missing:
             raise ValueError(
-                f"cdf has no rewards for {len(missing)} training prompts; keys are the exact strings of the data set"
+                f"cdf has no rewards for {len(missing)} prompts of train_dataset or eval_dataset, first {shown(missing[0])}; "
+                "keys are the exact strings of the data set"
             )
         wanted = self._roll_out()
         if self.cdf.sampling is not None:
@@ -158,15 +176,20 @@ class VBoNTrainer(trl.RLOOTrainer):
 
     @contextmanager
     def _as_reference(self) -> Iterator[Any]:
-        """The model that the KL is measured from; with PEFT the policy's own, its adapter off or replaced."""
+        """The model that the KL is measured from, without dropout; with PEFT the policy's own, its adapter off or replaced."""
         if self.ref_model is not None:
             yield self.accelerator.unwrap_model(self.ref_model)
             return
         from trl.trainer.utils import use_adapter
 
         model = self.accelerator.unwrap_model(self.model)
-        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-            yield model
+        training = model.training
+        model.eval()
+        try:
+            with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+                yield model
+        finally:
+            model.train(training)
 
     @torch.no_grad()
     def _reference_logps(self, prompts: Sequence[Any], completion_ids: Sequence[list[int]]) -> Tensor:
