@@ -395,7 +395,7 @@ def _run_one(
         return _plan(method, study, scale, config, as_json)
 
     with err.status(f"{method.slug}: opening the records …") if err.is_terminal and not as_json else _nothing():
-        from assay.bench.display import Quiet, Screen, arms_table, claims_table
+        from assay.bench.display import Quiet, Screen, arms_tables, claims_table
         from assay.bench.records import Records
         from assay.bench.runner import Job
         from assay.bench.runner import run as run_job
@@ -413,7 +413,8 @@ def _run_one(
         stored = records.latest(method.slug, scale.value)
         save(method.folder, result, stored[1] if stored else {})
     if not as_json:
-        out.print(arms_table(result))
+        for table in arms_tables(result):
+            out.print(table)
         if result["claims"]:
             out.print(claims_table(result))
         _print_troubles(result)

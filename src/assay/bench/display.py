@@ -3,6 +3,7 @@
 import math
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group
@@ -149,14 +150,22 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{float(value):.{digits}g}".replace("-", "−")
 
 
-def arms_table(result: dict[str, Any], most: int = 6) -> Table:
-    """Arms × metrics, mean ± standard deviation over the replicates."""
+def arms_tables(result: dict[str, Any]) -> list[Table]:
+    """For each case a table of arms × metrics."""
+    from .result import by_case
+
+    return [_arms_table(part, case) for case, part in by_case(result).items()]
+
+
+def _arms_table(result: Mapping[str, Any], case: str, most: int = 6) -> Table:
+    """Mean ± standard deviation over the replicates."""
     from .result import arm_summary, metric_names
 
     names = metric_names(result)
     shown = names[:most]
     several = len(result["replicates"]) > 1
-    table = Table(title=f"{result['study']} · {result['scale']} · {len(result['replicates'])} replicates", title_justify="left")
+    facts = (result["study"], case, result["scale"], f"{len(result['replicates'])} replicate{'s' if several else ''}")
+    table = Table(title=" · ".join(fact for fact in facts if fact), title_justify="left")
     table.add_column("arm", no_wrap=True)
     for name in shown:
         table.add_column(name, justify="right")

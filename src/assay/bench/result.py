@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _CURVE_POINTS = 60
+_LOST = (Status.FAILED, Status.DIVERGED)
 
 
 def build_result(
@@ -110,20 +112,44 @@ def failed(result: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
         (arm, name, record)
         for arm, body in result["arms"].items()
         for name, record in body["replicates"].items()
-        if record["status"] in (Status.FAILED, Status.DIVERGED)
+        if record["status"] in _LOST
     ]
 
 
-def metric_names(result: dict[str, Any]) -> list[str]:
-    """All metrics of a result: those its study names first, then in order of appearance."""
-    seen = list(result.get("compare", []))
-    for body in result["arms"].values():
-        for record in body["replicates"].values():
-            seen += [name for name in record["metrics"] if name not in seen]
-    return seen
+def by_case(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """A result cut into one for each case of its study: numbers of different problems have no mean.
+
+    The case is what stands before the first slash of a replicate's name, ``reviews/0``; replicates without a slash are
+    ``others``. A result of a single case stays whole, under ``""``. Of several, an arm that measured nothing in one, and lost
+    nothing there, is not in its result.
+    """
+    cases: dict[str, list[str]] = {}
+    for name in result["replicates"]:
+        cases.setdefault(name.partition("/")[0] if "/" in name else "others", []).append(name)
+    if len(cases) < 2:
+        return {"": result}
+
+    def part(names: list[str]) -> Mapping[str, Any]:
+        arms = {}
+        for arm, body in result["arms"].items():
+            records = {name: body["replicates"][name] for name in names if name in body["replicates"]}
+            if any(record["metrics"] or record["status"] in _LOST for record in records.values()):
+                arms[arm] = {**body, "replicates": records}
+        return {**result, "replicates": names, "arms": arms}
+
+    return {case: part(names) for case, names in cases.items()}
 
 
-def arm_summary(result: dict[str, Any], arm: str, metric: str) -> tuple[float, float, int] | None:
+def metric_names(result: Mapping[str, Any]) -> list[str]:
+    """All metrics that were measured: those the study names first, then in order of appearance."""
+    seen = dict.fromkeys(
+        name for body in result["arms"].values() for record in body["replicates"].values() for name in record["metrics"]
+    )
+    first = [name for name in result.get("compare", []) if name in seen]
+    return [*first, *(name for name in seen if name not in first)]
+
+
+def arm_summary(result: Mapping[str, Any], arm: str, metric: str) -> tuple[float, float, int] | None:
     """Mean, standard deviation and count of a metric over the replicates that have it."""
     values = [
         float(record["metrics"][metric]) for record in result["arms"][arm]["replicates"].values() if metric in record["metrics"]
@@ -255,4 +281,4 @@ def _plain(value: Any) -> Any:
     return value
 
 
-__all__ = ["arm_summary", "build_result", "confidence_interval", "failed", "metric_names"]
+__all__ = ["arm_summary", "build_result", "by_case", "confidence_interval", "failed", "metric_names"]

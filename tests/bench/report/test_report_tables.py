@@ -7,9 +7,11 @@ import shlex
 import pytest
 
 from assay.bench import UsageError
+from assay.bench.display import arms_tables
 from assay.bench.report import comparison, comparison_tables, fill_readme, markdown_tables, results_markdown
 from assay.bench.report.pages import Page, clean, problem_of
 from assay.bench.report.tables import arms_table, finding_rows, losses, rerun_command, tuning_table
+from assay.bench.result import by_case
 
 MARKERS = "<!-- measured:begin -->", "<!-- measured:end -->"
 
@@ -184,3 +186,63 @@ def test_a_result_with_torn_records_is_named(hostile):
 
 def test_clean_drops_only_what_no_page_can_hold():
     assert clean({"a\x00": ["é\n\tб\ud800\x1b", 1.5, None]}) == {"a": ["é\n\tб", 1.5, None]}
+
+
+@pytest.fixture
+def two_problems(sample):
+    """The sample as if its replicates were of two problems, one of which ``sgd`` does not work on."""
+    result = copy.deepcopy(sample.result)
+    names = {"0": "reviews/0", "1": "reviews/1", "2": "tree/0"}
+    result["replicates"] = [names[name] for name in result["replicates"]]
+    for body in result["arms"].values():
+        body["replicates"] = {names[name]: record for name, record in body["replicates"].items()}
+    result["arms"]["sgd"]["replicates"]["tree/0"]["metrics"] = {}
+    result["arms"]["adam"]["replicates"]["tree/0"]["metrics"] = {"depth": 3.0, "accuracy": 0.5}
+    return result
+
+
+def test_problems_are_never_averaged(sample, two_problems):
+    cases = by_case(two_problems)
+    assert list(cases) == ["reviews", "tree"]
+    tables = {case: arms_table(part) for case, part in cases.items()}
+    assert (tables["reviews"].replicates, tables["tree"].replicates) == (2, 1)
+    arms = {case: {row.arm: row for row in table.rows} for case, table in tables.items()}
+    assert "sgd" in arms["reviews"]
+    assert "sgd" not in arms["tree"]
+    assert arms["tree"]["broken"].trials == "1 failed"  # lost, and not for want of a metric
+    assert "depth" not in tables["reviews"].metrics
+    assert tables["tree"].metrics.index("accuracy") < tables["tree"].metrics.index("depth")  # the study names it
+    accuracy = arms["tree"]["adam"].cells[tables["tree"].metrics.index("accuracy")]
+    assert (accuracy.mean, accuracy.n) == (0.5, 1)
+    assert by_case(sample.result) == {"": sample.result}
+
+
+def test_a_replicate_without_a_slash_is_one_of_others(two_problems):
+    two_problems["replicates"][-1] = "tree"
+    assert list(by_case(two_problems)) == ["reviews", "others"]
+
+
+def test_every_table_of_several_problems_says_which(two_problems):
+    from rich.console import Console
+
+    assert [table.title.split(" · ")[1:2] for table in arms_tables(two_problems)] == [["reviews"], ["tree"]]
+    page = markdown_tables(two_problems)
+    assert page.index("Arms, `reviews`:") < page.index("Arms, `tree`:")
+    compared = comparison({"digits": two_problems, "twin": two_problems})
+    assert [(row["study"], row["case"]) for row in compared["rows"] if row["arm"] == "adam"] == [
+        ("digits", "reviews"), ("digits", "tree"), ("twin", "reviews"), ("twin", "tree"),
+    ]  # fmt: skip
+    assert compared["disagreements"] == []
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*comparison_tables(compared))
+    assert "twin · tree" in console.export_text()
+
+
+def test_a_page_shows_the_first_of_very_many_metrics(sample):
+    result = copy.deepcopy(sample.result)
+    for record in result["arms"]["adam"]["replicates"].values():
+        record["metrics"] |= {f"extra{i}": float(i) for i in range(20)}
+    page = markdown_tables(result)
+    assert "`extra8`" in page
+    assert "`extra9`" not in page
+    assert "11 more metrics are in `assay report`." in page

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from assay.bench.result import by_case
+
 from .numbers import Measured, as_number, column, joined
 from .tables import Result, arms_table, machine_line, setting
 
@@ -14,9 +16,10 @@ _NOT_DATA = {"seeds", "num_cpus", "num_gpus"}  # seeds show as replicates; the o
 
 
 class ComparedArm(TypedDict):
-    """One arm of one study. ``metrics``: ``{name: {"mean", "spread", "n"}}``, absent where it was not measured."""
+    """One arm of one study on one case. ``metrics``: ``{name: {"mean", "spread", "n"}}``, absent where it was not measured."""
 
     study: str
+    case: str
     arm: str
     tuned: str
     metrics: dict[str, dict[str, Any]]
@@ -36,7 +39,7 @@ class Comparison(TypedDict):
     Attributes:
         studies: Their names.
         metrics: Those that at least two of them measured, the most common first; all of them for a single study.
-        rows: Arms in the order of the studies.
+        rows: Arms in the order of the studies; where a study has several cases, those that measured one of the metrics.
         differences: Data, settings, replicates or machines that differ: the numbers do not compare as they stand.
         only_in: Settings that some of the studies do not have.
         disagreements: Arms of the same name whose numbers lie apart, in words.
@@ -57,19 +60,22 @@ def comparison(results: Mapping[str, Result]) -> Comparison:
         results: Study name to result, as in ``result.json``.
     """
     rows: list[ComparedArm] = []
-    tables = {study: arms_table(result) for study, result in results.items()}
-    having = {study: {m for i, m in enumerate(t.metrics) if any(row.cells[i] for row in t.rows)} for study, t in tables.items()}
-    count = Counter(metric for names in having.values() for metric in names)
+    tables = {(study, case): arms_table(part) for study, result in results.items() for case, part in by_case(result).items()}
+    having = {(study, metric) for (study, _), table in tables.items() for metric in table.metrics}
+    count = Counter(metric for _, metric in having)
     order = list(dict.fromkeys(metric for table in tables.values() for metric in table.metrics))
     shared = [metric for metric in order if count[metric] >= min(2, len(results))]
     shared.sort(key=lambda metric: -count[metric])
-    for study, table in tables.items():
+    for (study, case), table in tables.items():
+        if case and not set(shared) & set(table.metrics):
+            continue
         for row in table.rows:
             found = dict(zip(table.metrics, row.cells, strict=True))
             cells = {metric: found.get(metric) for metric in shared}
             rows.append(
                 {
                     "study": study,
+                    "case": case,
                     "arm": row.arm,
                     "tuned": f"{table.tuned} {row.tuned}" if row.tuned else "",
                     "metrics": {metric: _plain(cell) for metric, cell in cells.items() if cell},
@@ -106,12 +112,13 @@ def comparison_tables(compared: Comparison) -> "list[Table]":
     columns = compared_columns(compared)
     previous = ""
     for i, row in enumerate(compared["rows"]):
-        if previous and row["study"] != previous:
+        where = " · ".join(filter(None, (row["study"], row["case"])))
+        if previous and where != previous:
             arms.add_section()
         name = row["arm"] + (f" ({row['tuned']})" if row["tuned"] else "")
         cells = [Text(joined(texts[i])) for texts in columns]
-        arms.add_row(Text(row["study"] if row["study"] != previous else ""), Text(name), *cells, Text(row["trials"]))
-        previous = row["study"]
+        arms.add_row(Text(where if where != previous else ""), Text(name), *cells, Text(row["trials"]))
+        previous = where
     if not compared["metrics"]:
         arms.caption = "these studies share no metric"
     tables = [arms]
@@ -162,17 +169,17 @@ def _facts(result: Result) -> dict[str, str]:
 
 def _disagreements(rows: Iterable[ComparedArm], metrics: list[str]) -> list[str]:
     """Arms of one name in two studies that lie apart by more than their spreads and one per cent."""
-    by_arm: dict[str, list[ComparedArm]] = {}
+    by_arm: dict[tuple[str, str], list[ComparedArm]] = {}
     for row in rows:
-        by_arm.setdefault(row["arm"], []).append(row)
+        by_arm.setdefault((row["arm"], row["case"]), []).append(row)
     said = []
-    for arm, twins in by_arm.items():
+    for (arm, case), twins in by_arm.items():
         for metric in metrics:
             cells = [(row["study"], cell) for row in twins if (cell := _cell(row, metric))]
             if len(cells) > 1 and _apart([cell for _, cell in cells]):
                 texts = column([cell for _, cell in cells])
                 listed = ", ".join(f"{joined(text)} in {study}" for (study, _), text in zip(cells, texts, strict=True))
-                said.append(f"{arm}: {metric} is {listed}")
+                said.append(f"{arm}{f' ({case})' if case else ''}: {metric} is {listed}")
     return said
 
 

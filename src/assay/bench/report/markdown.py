@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.bench.config import UsageError
+from assay.bench.result import by_case
 
 from .numbers import joined
 from .pages import Page, clean
@@ -24,6 +25,7 @@ from .tables import (
 )
 
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
+_MOST = 12  # metrics in a table of a page
 _SPECIAL = re.compile(r"([\\`*_\[\]|$~#])")
 
 
@@ -38,7 +40,7 @@ def markdown_tables(result: Mapping[str, Any]) -> str:
     if result["claims"]:
         parts.append(_findings("claim", result["claims"]))
     if result["arms"]:
-        parts.append(_arms(result))
+        parts += [_arms(part, case) for case, part in by_case(result).items()]
     lost = losses(result)
     if lost:
         lines = [f"- {_code(x.arm)} ({_text(', '.join(x.replicates))}) {x.status}: {_text(x.error)}" for x in lost]
@@ -132,14 +134,19 @@ def _findings(kind: str, findings: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _arms(result: Mapping[str, Any]) -> str:
+def _arms(result: Mapping[str, Any], case: str) -> str:
+    """Arms × metrics of one case; of many metrics the first."""
     table = arms_table(result)
-    headings = ["arm", *([table.tuned] if table.tuned else []), *table.metrics, "s / trial", "trials"]
-    lines = ["| " + " | ".join(_code(h) if h in table.metrics else _text(h) for h in headings) + " |"]
+    shown, more = table.metrics[:_MOST], len(table.metrics[_MOST:])
+    headings = ["arm", *([table.tuned] if table.tuned else []), *shown, "s / trial", "trials"]
+    lines = [f"Arms, {_code(case)}:", ""] if case else []
+    lines.append("| " + " | ".join(_code(h) if h in shown else _text(h) for h in headings) + " |")
     lines.append("|---|" + "---:|" * (len(headings) - 2) + "---|")
     for row in table.rows:
-        cells = [_code(row.arm), *([_text(row.tuned)] if table.tuned else []), *map(joined, row.texts)]
+        cells = [_code(row.arm), *([_text(row.tuned)] if table.tuned else []), *map(joined, row.texts[:_MOST])]
         lines.append("| " + " | ".join([*cells, row.seconds_text[0], _text(row.trials)]) + " |")
+    if more:
+        lines += ["", f"{more} more metrics are in `assay report`."]
     return "\n".join(lines)
 
 

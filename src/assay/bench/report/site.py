@@ -15,6 +15,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from assay.bench.result import by_case
+
 from . import tables
 from .charts import Strip, curve_charts, strip
 from .compare import Comparison, compared_columns, comparison
@@ -133,18 +135,20 @@ def _method_view(entry: Entry) -> dict[str, Any]:
     if result is None:
         return view
     gates = tables.finding_rows(result["gates"])
-    arms = tables.arms_table(result)
     pictures = _pictures(page)
     return view | {
         "claims": [(row, _strip(row)) for row in tables.finding_rows(result["claims"])],
         "gates": [(row, _strip(row)) for row in gates],
         "closed": [row for row in gates if row.verdict != "holds" and not row.decides],
         "closed_to_some": [row for row in gates if row.verdict != "holds" and row.decides],
-        "arms": arms,
-        "widths": _widths([row.texts for row in arms.rows]),
+        "cases": [
+            (case, arms, _widths([row.texts for row in arms.rows]))
+            for case, part in by_case(result).items()
+            for arms in [tables.arms_table(part)]
+        ],
         "losses": tables.losses(result),
         "tuning": tables.tuning_table(result),
-        "charts": [(chart, _data(chart.svg)) for chart in curve_charts(result)],
+        "charts": [(case, chart, _data(chart.svg)) for case, part in by_case(result).items() for chart in curve_charts(part)],
         "pictures": [p for p in pictures if p.whole],
         "trial_pictures": [p for p in pictures if not p.whole],
         "notes": [str(note) for note in result.get("notes") or []],

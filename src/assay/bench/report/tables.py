@@ -103,7 +103,7 @@ def finding_rows(findings: Sequence[Mapping[str, Any]]) -> list[FindingRow]:
 
 def arms_table(result: Result) -> ArmsTable:
     """Arms × metrics in the study's order, with trial times and memory."""
-    metrics = metric_names(dict(result))
+    metrics = metric_names(result)
     bodies = {arm: list(body["replicates"].values()) for arm, body in result["arms"].items()}
     cells = {arm: [measured(r["metrics"].get(m) for r in records) for m in metrics] for arm, records in bodies.items()}
     columns = [column(cells[arm][i] for arm in bodies) for i in range(len(metrics))]
