@@ -10,7 +10,7 @@ import torch
 from assay.alignment.power import study as s
 from assay.alignment.power.rivals import problems
 from assay.alignment.power.training import margin_loss
-from assay.alignment.preference_pairs import PairLogps
+from assay.alignment.preference_pairs import Pair, PairLogps
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,9 @@ def test_equal_kl_is_read_off_both_paths():
         return SimpleNamespace(metrics={"gold_win": gold[-1]}, curve=curves.get)
 
     r = {"power-dl": outcome([1.0, 2.0], [0.6, 0.8]), "simpo": outcome([2.0, 8.0], [0.6, 0.7])}
-    assert s.gold_at_equal_kl(r) == pytest.approx(0.8 - 0.6)
-    assert s.gold_at_equal_kl({**r, "simpo": SimpleNamespace(metrics={})}) is None
+    gain = s.gold_at_equal_kl("power-dl", "simpo")
+    assert gain(r) == pytest.approx(0.8 - 0.6)
+    assert gain({**r, "simpo": SimpleNamespace(metrics={})}) is None
 
 
 @pytest.mark.parametrize("kind", ["smoothed", "chi", "ropo"])
@@ -91,3 +92,13 @@ def test_own_arms_always_train_and_others_only_where_named():
     assert not dataclasses.is_dataclass(s.study.arms["ipo"])
     with pytest.raises(TypeError):  # it goes on to train, on nothing
         s.trial(s.study.arms["ipo"], audit, config, SimpleNamespace(arm="mine", seed=0))
+
+
+def test_pairs_whose_answer_merges_with_its_prompt_are_left_out_and_counted():
+    from assay.models.small_lm import train_tokenizer
+
+    tokenizer = train_tokenizer(["good"] * 50 + ["it is good"] * 50)
+    rows = (Pair("it is", " good", " it"), Pair("it is go", "od", " it"), Pair("it is", " it", " good", True))
+    kept = s.separable(s.Pairs(rows, {"empty answer": 2}), tokenizer)
+    assert kept.rows == (rows[0], rows[2])
+    assert kept.skipped == {"empty answer": 2, "answer merges with its prompt": 1}

@@ -1,5 +1,7 @@
 """The study's exact language, and the pieces that read quality at equal distance."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -142,7 +144,7 @@ def replicate(name="tree/0", **arms):
 
 
 def test_claims_read_what_they_say():
-    falls = {"tree_drop@0.01": 0.5, "tree_drop@0.03": 0.2, "tree_drop@0.1": 0.0, "tree_drop@0.3": 0.0}
+    falls = {f"tree_drop@{beta:g}": 0.0 for beta in study.scale("desk").betas} | {"tree_drop@0.01": 0.5, "tree_drop@0.03": 0.2}
     r = replicate(dpo=falls, tr_dpo_soft={**falls, "tree_drop@0.01": 0.1})
     assert smaller_fall("tr-dpo-soft", "dpo")(r) == pytest.approx(0.4)
     flat = dict.fromkeys(falls, 0.01)
@@ -195,3 +197,15 @@ def test_arms_are_what_they_are_called():
     assert fixed_dpo(None).reference == "fixed"
     assert soft_dpo(None).loss is dpo_loss
     assert study.arms["tr-dpo-hard"](None).reference == "hard"
+
+
+def test_beta_is_tuned_by_the_mean_over_several_languages():
+    config = study.scale("smoke").model_copy(update={"tuning_trees": 2})
+    log = SimpleNamespace(replicate="tree/1000", seed=3, arm="dpo", metric=lambda *_: None, track=lambda steps, _="": steps)
+    trees = study.prepare(config, log)
+    assert len(trees) == 2
+    assert not torch.equal(trees[0].reward, trees[1].reward)
+    tuned = study.trial(study.arms["dpo"], trees, config, log)
+    log.replicate = "tree/0"
+    single = [study.trial(study.arms["dpo"], tree, config, log)["tree_gold"] for tree in trees]
+    assert tuned == {"tree_gold": pytest.approx(sum(single) / 2)}

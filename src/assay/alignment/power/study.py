@@ -10,7 +10,8 @@ cannot show: chat benchmarks, 8B models, whether weights of one over length hold
 An arm is an ``Arm``: ``bandit(problems, config)`` gives policies ``(4, 4)`` by name of setting and step; ``trainer(model
 path, pairs with columns prompt, chosen, rejected and pair_id, tokenizer, settings, beta=, flip=)`` gives a
 ``transformers.Trainer``. Either may be None; metrics are then left out. With ``reward="mean"`` its own margin is that of mean
-log-probabilities, with ``"ratio"`` that of log-ratios to the initial policy. ``clean`` trains it on pairs as they were.
+log-probabilities, with ``"ratio"`` that of log-ratios to the initial policy. ``clean`` trains it on pairs as they were;
+``harmless_lr`` and ``review_lr`` are AdamW's rates for it.
 
 ``prepare`` returns a ``Bandits``, a ``HarmlessCase`` with an ``Audit``, or a ``ReviewCase`` with ``Pairs``. Which of the
 study's own arms train language models is told by ``harmless_arms`` and ``review_arms``; an arm of yours always does.
@@ -19,6 +20,7 @@ study's own arms train language models is told by ``harmless_arms`` and ``review
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,18 +57,20 @@ class PowerConfig(Config):
     """Replicates of each of the two language problems."""
     flips: float = Field(0.2, ge=0, lt=0.5)
     """Share of training labels turned round, known to no method (robust DPO and cDPO are told the rate)."""
-    pairs: int = Field(640, ge=32)
+    pairs: int = Field(2000, ge=32)
     """Harmless training pairs at most."""
     audited: int = Field(600, ge=20)
     """Training pairs, the first ones, by which flips are looked for."""
-    epochs: int = Field(3, ge=1)
+    epochs: int = Field(2, ge=1)
     """Passes over the harmless pairs."""
-    review_steps: int = Field(60, ge=2)
-    """Steps on review pairs; judged after the first half and at the end."""
+    review_prompts: int = Field(200, ge=10)
+    """Prompts of reviews, 8 pairs each for four in five of them and 1 for the others."""
+    review_steps: int = Field(100, ge=2)
+    """Steps on review pairs, of which there are some 1,300; judged after the first half and at the end."""
     batch: int = Field(32, ge=1)
     """Pairs a step."""
-    lr: float = Field(3e-4, gt=0)
-    """AdamW's rate, for all arms; linear decay."""
+    lr: float | None = Field(None, gt=0)
+    """AdamW's rate, linear decay; None: each arm's own (see the page)."""
     beta: float = Field(2.0, gt=0)
     """Of losses with mean log-probabilities (SimPO, POWER)."""
     dpo_beta: float = Field(0.1, gt=0)
@@ -77,7 +81,7 @@ class PowerConfig(Config):
     """Tokens of a harmless prompt (its last) and of an answer (its first)."""
     harmless_arms: tuple[str, ...] = ("dpo-clean", "dpo", "power-dl")
     """Arms that train on harmless pairs."""
-    review_arms: tuple[str, ...] = ("simpo", "power-dl")
+    review_arms: tuple[str, ...] = ("dpo", "simpo", "power", "power-dl")
     """Arms that train on review pairs."""
     limit: int | None = None
     """Take so many harmless pairs at most, before the split."""
@@ -96,6 +100,8 @@ class Arm(NamedTuple):
     trainer: Callable[..., Any] | None = None
     reward: str = "ratio"
     clean: bool = False
+    harmless_lr: float = 1e-4
+    review_lr: float = 3e-4
 
 
 class Audit(NamedTuple):
@@ -126,26 +132,26 @@ def prepare(config: PowerConfig, log: Any) -> Bandits | Audit | Reviews:
             seed=seed, steps=config.pretrain, prompt_tokens=config.tokens, reply_tokens=config.tokens, limit=config.limit,
             heldout=min(407, (config.limit or 2303) // 4), track=track,
         )  # fmt: skip
-        kept = Pairs(case.train.rows[: config.pairs], case.train.skipped)
-        flipped = kept.flip(config.flips, seed)
         model, tokenizer = case.sft.load()
+        kept = separable(Pairs(case.train.rows[: config.pairs], case.train.skipped), tokenizer)
+        case = replace(case, train=kept)
+        flipped = kept.flip(config.flips, seed)
         audited = Pairs(flipped.rows[: config.audited], {})
         return Audit(case, flipped, pair_logps(model, tokenizer, audited), pair_logps(model, tokenizer, case.test))
-    small = config.limit is not None
+    few = 0 if config.limit else 5
     reviews = review_case(
-        seed=seed,
-        steps=config.pretrain,
-        prompts=10 if small else 100,
-        table=10 if small else 25,
-        gold_table=0 if small else 5,
-        track=track,
+        seed=seed, steps=config.pretrain, prompts=config.review_prompts, table=10, gold_table=few, track=track
     )
     model, tokenizer = reviews.sft.load()
     counts = uneven_counts(len(reviews.prompts), seed=seed)
-    return Reviews(
-        reviews,
-        sampled_pairs(model, tokenizer, reviews.prompts, reviews.proxy, seed=seed, per_prompt=counts, flips=config.flips),
-    )
+    pairs = sampled_pairs(model, tokenizer, reviews.prompts, reviews.proxy, seed=seed, per_prompt=counts, flips=config.flips)
+    return Reviews(reviews, separable(pairs, tokenizer))
+
+
+def separable(pairs: Pairs, tokenizer: Any) -> Pairs:
+    """The pairs that every trainer takes."""
+    rows = tuple(r for r in pairs.rows if all(training.apart(tokenizer, r.prompt, a) for a in (r.chosen, r.rejected)))
+    return Pairs(rows, pairs.skipped | {"answer merges with its prompt": len(pairs) - len(rows)})
 
 
 def trial(arm: Arm, shared: Any, config: PowerConfig, log: Any) -> dict[str, float]:
@@ -210,13 +216,20 @@ def family(
 
 @contextmanager
 def trained(
-    arm: Arm, case: Any, pairs: Pairs, steps: int, config: PowerConfig, log: Any, callbacks: Sequence[TrainerCallback] = ()
+    arm: Arm,
+    case: Any,
+    pairs: Pairs,
+    steps: int,
+    lr: float,
+    config: PowerConfig,
+    log: Any,
+    callbacks: Sequence[TrainerCallback] = (),
 ):
     """The trainer of an arm after training, and its tokenizer."""
     assert arm.trainer is not None
     tokenizer = case.sft.load()[1]
     with case.sft.on_disk() as path, tempfile.TemporaryDirectory() as folder, silence():
-        settings = trainer_settings(folder, steps=steps, batch=config.batch, lr=config.lr, seed=log.seed % 2**31)
+        settings = trainer_settings(folder, steps=steps, batch=config.batch, lr=config.lr or lr, seed=log.seed % 2**31)
         beta = config.beta if arm.reward == "mean" else config.dpo_beta
         trainer = arm.trainer(path, pairs.dataset(), tokenizer, settings, beta=beta, flip=config.flips)
         for callback in callbacks:
@@ -232,7 +245,7 @@ def trained(
 def on_harmless(arm: Arm, shared: Audit, config: PowerConfig, log: Any) -> dict[str, float]:
     pairs = Pairs(shared.case.train.rows[: len(shared.flipped)], {}) if arm.clean else shared.flipped
     steps = config.epochs * (len(pairs) // config.batch)
-    with trained(arm, shared.case, pairs, steps, config, log) as (trainer, tokenizer):
+    with trained(arm, shared.case, pairs, steps, arm.harmless_lr, config, log) as (trainer, tokenizer):
         model = trainer.model
         test = pair_logps(model, tokenizer, shared.case.test)
         train = pair_logps(model, tokenizer, Pairs(shared.flipped.rows[: len(shared.train_logps.chosen)], {}))
@@ -294,7 +307,7 @@ def report(metrics: dict[str, float], step: int, log: Any) -> None:
 def on_reviews(arm: Arm, shared: Reviews, config: PowerConfig, log: Any) -> dict[str, float]:
     steps = config.review_steps
     judge = Judge(shared.case, {steps // 2}, log)
-    with trained(arm, shared.case, shared.pairs, steps, config, log, [judge]) as (trainer, _):
+    with trained(arm, shared.case, shared.pairs, steps, arm.review_lr, config, log, [judge]) as (trainer, _):
         metrics = evaluate(trainer.model, shared.case, seed=1, per_prompt=config.judged, kl_per_prompt=min(10, config.judged))
     report(metrics, steps, log)
     return metrics
@@ -342,13 +355,27 @@ def over_b(problem: str, arm: str, end: str = ""):
     return lambda r: None if ratio(r) is None else ratio(r) > 1
 
 
-def gold_at_equal_kl(r: Any) -> float | None:
-    """POWER-DL's gold win rate less SimPO's where both have gone as far from the initial policy as the nearer one ended."""
-    if "gold_win" not in r["power-dl"].metrics or "gold_win" not in r["simpo"].metrics:
-        return None
-    curves = {name: (r[name].curve("kl")[1], r[name].curve("gold_win")[1]) for name in ("power-dl", "simpo")}
-    kl = min(float(k[-1]) for k, _ in curves.values())
-    return at_kl(kl, *curves["power-dl"]) - at_kl(kl, *curves["simpo"])
+def gold_at_equal_kl(arm: str, less: str):
+    """An arm's gold win rate less another's where both have gone as far from the initial policy as the nearer one ended."""
+
+    def statistic(r: Any) -> float | None:
+        if any("gold_win" not in r[name].metrics for name in (arm, less)):
+            return None
+        ours, theirs = ((r[name].curve("kl")[1], r[name].curve("gold_win")[1]) for name in (arm, less))
+        kl = min(float(ours[0][-1]), float(theirs[0][-1]))
+        return at_kl(kl, *ours) - at_kl(kl, *theirs)
+
+    return statistic
+
+
+def better(metric: str, *arms: str):
+    """The best that one of the arms has."""
+
+    def statistic(r: Any) -> float | None:
+        found = [r[name].metrics[metric] for name in arms if metric in r[name].metrics]
+        return max(found, default=None)
+
+    return statistic
 
 
 def at_kl(kl: float, kls: np.ndarray, golds: np.ndarray) -> float:
@@ -367,6 +394,18 @@ def figure(results: list[Any]):
     from .figures import draw
 
     return draw(results)
+
+
+DPO_LEARNS = Claim(
+    "DPO on labels as they were reaches a held-out accuracy of 0.55",
+    statistic=of("accuracy", "dpo-clean"),
+    holds=at_least(0.55),
+)
+LEARNT_REVIEWS = Claim(
+    "SimPO or POWER-DL wins 0.55 by the proxy that ordered its pairs",
+    statistic=better("proxy_win", "simpo", "power-dl"),
+    holds=at_least(0.55),
+)
 
 
 def claims() -> list[Claim]:
@@ -413,21 +452,26 @@ def claims() -> list[Claim]:
             Claim(f"Learning against γ={gamma}: DL with the initial baseline (η=0.1) at the end, odds A:B of A1", statistic=odds("A1", "power-initial", f"_gamma{gamma}"))
             for gamma in ("0.0002", "0.002", "0.02", "0.2")
         ),
-        Claim("Harmless: POWER-DL's held-out accuracy less DPO's, with labels turned round", published="higher scores than DPO", statistic=of("accuracy", "power-dl", "dpo"), holds=at_least(0)),
-        Claim("Harmless: labels find turned pairs (AUROC)", statistic=of("label_auroc", "power-dl"), holds=at_least(0.6)),
+        Claim("Harmless: POWER-DL's held-out accuracy less DPO's, each by its own margin, with labels turned round", published="higher scores than DPO", statistic=of("own_accuracy", "power-dl", "dpo"), holds=at_least(0), gates=(DPO_LEARNS,)),
+        Claim("Harmless: labels find turned pairs (AUROC)", statistic=of("label_auroc", "power-dl"), holds=at_least(0.6), gates=(DPO_LEARNS,)),
         *(
             Claim(f"Harmless: labels' AUROC less that of {whose} margins", statistic=labels_beside(arm))
             for whose, arm in (("POWER-DL's trained", "power-dl"), ("DPO's trained", "dpo"), ("SimPO's trained", "simpo"))
         ),
         Claim("Harmless: AUROC of the initial policy's own margins", statistic=of("initial_auroc", "power-dl")),
-        Claim("Harmless: POWER-DL's accuracy by its own margin less DPO's by its own", statistic=of("own_accuracy", "power-dl", "dpo")),
-        Claim("Harmless: DL alone less DPO, held-out accuracy", statistic=of("accuracy", "dl", "dpo")),
-        Claim("Harmless: cDPO told the flip rate less POWER-DL, held-out accuracy", statistic=of("accuracy", "cdpo", "power-dl")),
-        Claim("Reviews: POWER-DL's gold win rate less SimPO's at equal KL", published="less reward hacking", statistic=gold_at_equal_kl, holds=at_least(0)),
+        Claim("Harmless: accuracy of the initial policy's own margins", statistic=of("initial_accuracy", "power-dl")),
+        Claim("Harmless: POWER-DL's accuracy less DPO's, both by DPO's log-ratios", statistic=of("accuracy", "power-dl", "dpo")),
+        Claim("Harmless: DL alone less DPO, held-out accuracy", statistic=of("own_accuracy", "dl", "dpo")),
+        Claim("Harmless: cDPO told the flip rate less POWER-DL, held-out accuracy", statistic=of("own_accuracy", "cdpo", "power-dl")),
+        Claim("Reviews: POWER-DL's gold win rate less SimPO's at equal KL", published="less reward hacking", statistic=gold_at_equal_kl("power-dl", "simpo"), holds=at_least(0), gates=(LEARNT_REVIEWS,)),
+        *(Claim(f"Reviews: {who}'s proxy win rate", statistic=of("proxy_win", arm)) for who, arm in (("DPO", "dpo"), ("SimPO", "simpo"), ("POWER (η=0.1)", "power"), ("POWER-DL", "power-dl"))),
+        *(Claim(f"Reviews: {who}'s gold win rate less DPO's at equal KL", statistic=gold_at_equal_kl(arm, "dpo")) for who, arm in (("POWER (η=0.1)", "power"), ("POWER-DL", "power-dl"))),
     ]  # fmt: skip
 
 
-dpo = partial(training.dpo)
+REFERENCE_FREE: dict[str, Any] = {"harmless_lr": 3e-4, "review_lr": 3e-5}
+"""Mean log-probabilities that nothing holds back leave the initial policy far behind at DPO's rate on reviews."""
+
 study = Study(
     prepare=prepare,
     trial=trial,
@@ -440,12 +484,12 @@ study = Study(
         "cdpo": Arm(partial(rival, name="cdpo"), partial(training.dpo, kind="smoothed", label_smoothing="flip")),
         "robust-dpo": Arm(partial(rival, name="robust-dpo"), partial(training.dpo, loss_type="robust", label_smoothing="flip")),
         "ipo": Arm(partial(rival, name="ipo"), partial(training.dpo, loss_type="ipo")),
-        "simpo": Arm(partial(rival, name="simpo"), training.simpo, "mean"),
+        "simpo": Arm(partial(rival, name="simpo"), training.simpo, "mean", **REFERENCE_FREE),
         "chipo": Arm(partial(rival, name="chipo"), partial(training.dpo, kind="chi")),
         "orpo": Arm(partial(rival, name="orpo"), training.orpo),
         "ropo": Arm(partial(rival, name="ropo"), partial(training.dpo, kind="ropo")),
-        "power": Arm(partial(family, settings={"": (0.1, 0), "eta1": (1, 0)}), partial(training.power, gamma=0.0), "mean"),
-        "dl": Arm(partial(family, settings={"": (0, 0.02), "gamma0.002": (0, 0.002)}), partial(training.power, eta=0.0), "mean"),
+        "power": Arm(partial(family, settings={"": (0.1, 0), "eta1": (1, 0)}), partial(training.power, gamma=0.0), "mean", harmless_lr=3e-4),
+        "dl": Arm(partial(family, settings={"": (0, 0.02), "gamma0.002": (0, 0.002)}), partial(training.power, eta=0.0), "mean", **REFERENCE_FREE),
         "power-dl": Arm(
             partial(
                 family,
@@ -456,9 +500,10 @@ study = Study(
             ),
             training.power,
             "mean",
+            **REFERENCE_FREE,
         ),
         "power-dl-gated": Arm(
-            partial(family, settings={"": (0.1, 0.02)}, gate_sft=True), partial(training.power, gate_sft=True), "mean"
+            partial(family, settings={"": (0.1, 0.02)}, gate_sft=True), partial(training.power, gate_sft=True), "mean", **REFERENCE_FREE
         ),
         "power-initial": Arm(
             partial(
@@ -468,11 +513,12 @@ study = Study(
             ),
             partial(training.power, gamma=0.0, baseline="initial", baseline_tokens=32),
             "mean",
+            harmless_lr=3e-4,
         ),
     },
     scales={
         "smoke": PowerConfig(
-            bandit_steps=400, early=200, seeds=1, limit=160, pairs=64, audited=40, epochs=2, review_steps=3, pretrain=5, judged=5,
+            bandit_steps=400, early=200, seeds=1, limit=160, pairs=64, audited=40, epochs=2, review_prompts=10, review_steps=3, pretrain=5, judged=5,
             harmless_arms=("dpo", "power-dl"), review_arms=("power-dl",), tokens=8, batch=16,
         ),
         "desk": PowerConfig(),
@@ -484,14 +530,7 @@ study = Study(
         "AlpacaEval 2, Arena-Hard, MT-Bench, GSM8K and the tasks of LM harness: some 500 hours of an 80 GB GPU, and a judge. "
         "This study's own problems stop at the desk: at paper scale it runs the bandits, and your model comes by --case."
     ),
-    gates=[
-        Claim(
-            "DPO on labels as they were reaches a held-out accuracy of 0.55",
-            statistic=of("accuracy", "dpo-clean"),
-            holds=at_least(0.55),
-        )
-    ],
     claims=claims(),
     figure=figure,
-    compare=COMPARE,
+    compare=(*COMPARE, "own_accuracy", "label_auroc", "A1_C", "A2_A", "A3_A", "A3_B", "A3_C"),
 )  # fmt: skip

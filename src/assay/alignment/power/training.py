@@ -78,6 +78,12 @@ def orpo(model: str, pairs: Any, tokenizer: Any, settings: dict[str, Any], *, be
     return ORPOTrainer(model=model, processing_class=tokenizer, train_dataset=pairs, args=args)
 
 
+def apart(tokenizer: Any, prompt: str, answer: str) -> bool:
+    """Whether an answer leaves its prompt's tokens as they are: TRL's SimPO stops at a pair in which it does not."""
+    tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return tokenizer(prompt + answer, add_special_tokens=False)["input_ids"][: len(tokens)] == tokens
+
+
 def power(model: str, pairs: Any, tokenizer: Any, settings: dict[str, Any], *, beta: float, flip: float, **more: Any) -> Any:
     """POWER, DL alone (``eta=0``) or POWER-DL."""
     args = POWERConfig(beta=beta, **settings, **more)

@@ -2,7 +2,7 @@
 
 Published: TR-DPO, TR-IPO and TR-KTO win 8.4, 14.3 and 15 points more often than their fixed-reference bases (Pythia 6.9B,
 TL;DR), and gain 9.5, 15.1 and 2.3 points on AlpacaEval 2 (Llama-3), although they end further from the SFT model. Desk: three
-cases. ``tree``: a language of 4^5 sequences that is enumerated, so that reward and KL are exact, every beta of the grid at
+cases. ``tree``: a language of 4^6 sequences that is enumerated, so that reward and KL are exact, every beta of the grid at
 once. ``harmless``: a Llama of 0.8 million weights on human pairs (HH harmless), which have no scorer: held-out accuracy
 against distance. ``reviews``: the same on pairs sampled from the SFT policy and labelled by a classifier with flips, judged
 by another classifier. Desk cannot show: wins judged by GPT-4 or people, and anything about models of 3B and more.
@@ -11,11 +11,12 @@ An arm is a callable ``(config) -> Method`` (``arms.py``): a ``loss`` of summed 
 does, "fixed", "soft" or "hard". Arms that the text cases do not name in ``harmless_arms`` and ``reviews_arms`` run on the tree
 alone, unless they are the user's own.
 
-``prepare`` returns a ``Tree``, a ``HarmlessCase`` or a ``Reviews``. Your own pairs and model: ``--set cases=harmless --set
+``prepare`` returns a ``Tree`` (a list of them to tune on), a ``HarmlessCase`` or a ``Reviews``. Your own pairs and model: ``--set cases=harmless --set
 preferences=mine.jsonl --set model=path-or-hub-id``.
 """
 
 import tempfile
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -52,10 +53,10 @@ from .readings import (
 )
 from .tree import Tree, climb, fixed_or_moving, grow
 
-GRID = (0.01, 0.03, 0.1, 0.3)
+GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 MOVING = ("tr-dpo-soft", "tr-dpo-hard")
 PAIRED = (("tr-dpo-soft", "dpo"), ("tr-dpo-hard", "dpo"), ("tr-ipo-soft", "ipo"))
-TUNED_ON = "tree/1000"  # a language of its own
+TUNED_ON = "tree/1000"  # languages of its own
 
 
 class TrustRegionConfig(Config):
@@ -71,17 +72,19 @@ class TrustRegionConfig(Config):
     """On the tree, trained besides: what is read off at equal beta."""
     vocabulary: int = Field(4, ge=2)
     """Of the tree."""
-    length: int = Field(5, ge=3)
+    length: int = Field(6, ge=3)
     """Of the tree's sequences."""
     hidden: int = 32
     """Width of the tree's recurrent network."""
-    tree_pairs: int = 200
+    tree_pairs: int = 60
     """Preference pairs of the tree."""
     sharpness: float = 1.0
     """How reliably the tree's judge prefers the better: P = σ(sharpness · difference), in standard deviations of the reward."""
     tree_steps: int = 400
     tree_lr: float = 1e-3
     tree_batch: int = 32
+    tuning_trees: int = Field(4, ge=1)
+    """Languages that the tree's beta is tuned on, by the mean of their last rewards: on one alone it is a matter of luck."""
     points: int = Field(20, ge=2)
     """Measurements along a run on the tree."""
     preferences: str = "preferences"
@@ -90,19 +93,23 @@ class TrustRegionConfig(Config):
     """Sentences with 0/1 labels: a set's name or a file."""
     model: str = ""
     """Your own SFT model for the harmless case, a path or hub id, in place of the small Llama."""
-    sft_steps: int = 120
+    sft_steps: int = 300
     """Pre-training of the small Llamas."""
+    review_prompts: int = Field(400, ge=1)
+    """Prompts of reviews, trained on and judged on."""
     review_pairs: int = 4
     """Pairs a prompt, sampled from the SFT policy."""
     flips: float = Field(0.15, ge=0, le=1)
     """Share of the sampled pairs with the wrong label."""
-    text_steps: int = 60
-    text_batch: int = 16
-    text_lr: float = 3e-4
+    text_steps: int = 100
+    text_batch: int = 32
+    harmless_lr: float = 1e-4
+    """DPO's best of 1e-4 and 3e-4 on a seed that is not reported; so is the next."""
+    reviews_lr: float = 3e-4
     text_beta: float = Field(EQUAL_BETA, gt=0)
     harmless_arms: tuple[str, ...] = ("dpo", "tr-dpo-soft", "tr-dpo-hard")
     reviews_arms: tuple[str, ...] = ("dpo", "tr-dpo-soft", "trl-sync")
-    held_pairs: int = Field(200, ge=2)
+    held_pairs: int = Field(400, ge=2)
     """Held-out pairs of people that a policy is judged by, of those there are."""
     looks: int = Field(2, ge=1)
     """Evaluations along a run on text."""
@@ -124,16 +131,17 @@ def prepare(config, log) -> Any:
     seed = int(number)
     if case == "tree":
         shape = {"vocabulary": config.vocabulary, "length": config.length, "hidden": config.hidden}
-        return grow(
-            seed=seed, sft_sequences=60, sft_steps=60, pairs=config.tree_pairs, sharpness=config.sharpness, **shape
-        )  # fmt: skip
+        grown = partial(grow, sft_sequences=60, sft_steps=60, pairs=config.tree_pairs, sharpness=config.sharpness, **shape)
+        return [grown(seed=seed + i) for i in range(config.tuning_trees)] if log.replicate == TUNED_ON else grown(seed=seed)
     if case == "harmless":
         if config.model:
             return own_model_case(config, seed)
         made = harmless_case(config.preferences, seed=seed, steps=config.sft_steps, track=tracked(log))
         log.note(f"{len(made.train)} pairs to train on, {len(made.test)} held out; skipped {made.train.skipped}")
         return made
-    reviews = review_case(config.reviews, seed=seed, steps=config.sft_steps, table=10, track=tracked(log))
+    reviews = review_case(
+        config.reviews, seed=seed, steps=config.sft_steps, prompts=config.review_prompts, table=10, track=tracked(log)
+    )
     policy, tokenizer = reviews.sft.load()
     pairs = sampled_pairs(
         policy, tokenizer, reviews.prompts, reviews.proxy, seed=seed + 1, per_prompt=config.review_pairs, flips=config.flips
@@ -159,7 +167,12 @@ def trial(arm, shared, config, log) -> dict[str, float]:
     method = arm(config)
     case = log.replicate.rpartition("/")[0]
     if case == "tree":
-        return on_tree(method, shared, config, log)
+        if method.reference not in ("fixed", "soft", "hard") or method.unpaired:
+            return {}  # TRL's trainers need a language model
+        if isinstance(shared, Tree):
+            return on_tree(method, shared, (config.beta, *config.betas), config, log)
+        golds = [on_tree(method, tree, (config.beta,), config, log)["tree_gold"] for tree in shared]
+        return {"tree_gold": float(np.mean(golds))}
     named = config.harmless_arms if case == "harmless" else config.reviews_arms
     if log.arm in study.arms and log.arm not in named:
         return {}
@@ -169,10 +182,9 @@ def trial(arm, shared, config, log) -> dict[str, float]:
 # -- tree ---------------------------------------------------------------------------------------------------------------
 
 
-def on_tree(method: Method, tree: Tree, config, log) -> dict[str, float]:
-    if method.reference not in ("fixed", "soft", "hard") or method.unpaired:
-        return {}  # TRL's trainers need a language model
-    betas = (config.beta,) if log.replicate == TUNED_ON else tuple(dict.fromkeys((config.beta, *config.betas)))
+def on_tree(method: Method, tree: Tree, betas, config, log) -> dict[str, float]:
+    """Trained with every β at once; the first is the tuned one."""
+    betas = tuple(dict.fromkeys(betas))
     path = climb(
         tree,
         lambda *args: method.loss(*args, args[-1]),
@@ -214,11 +226,12 @@ def on_text(method: Method, shared: Any, config, log) -> dict[str, float]:
 
     pairs, sft = (shared.train, shared.case.sft) if isinstance(shared, Reviews) else (shared.train, shared.sft)
     look = look_at_reviews(shared, config, log) if isinstance(shared, Reviews) else look_at_pairs(shared, config, log)
+    lr = config.reviews_lr if isinstance(shared, Reviews) else config.harmless_lr
     seed = int(log.replicate.rpartition("/")[2])
     with silence(), sft.on_disk() as path, tempfile.TemporaryDirectory() as folder:
         tokenizer = sft.load()[1]
         settings = trainer_settings(
-            folder, steps=config.text_steps, batch=config.text_batch, lr=config.text_lr, seed=seed, warmup_steps=0.1
+            folder, steps=config.text_steps, batch=config.text_batch, lr=lr, seed=seed, warmup_steps=0.1
         )
         options = {"beta": config.text_beta, "alpha": config.alpha}
         if method.reference == "trl":
@@ -284,8 +297,8 @@ LEARNS = {
     "tree": Claim(
         "Tree: DPO learns, its best reward is a tenth of a standard deviation", statistic=learns("tree"), holds=at_least(0.1)
     ),
-    "harmless": Claim("Harmless: DPO learns, held-out accuracy above ½", statistic=learns("harmless"), holds=above(0.5)),
-    "reviews": Claim("Reviews: DPO learns, it wins by the proxy above ½", statistic=learns("reviews"), holds=above(0.5)),
+    "harmless": Claim("Harmless: DPO reaches a held-out accuracy of 0.55", statistic=learns("harmless"), holds=at_least(0.55)),
+    "reviews": Claim("Reviews: DPO wins 0.55 by the proxy", statistic=learns("reviews"), holds=at_least(0.55)),
 }
 """What has to be true of a case before its claims mean anything; those of the other cases stand without it."""
 
@@ -309,9 +322,9 @@ study = Study(
         "simpo": simpo,
         "trl-sync": trl_sync,
     },
-    tune=Tune("beta", GRID, select="tree_peak", mode="max", follow={"trl-sync": "tr-dpo-soft"}, replicate=TUNED_ON),
+    tune=Tune("beta", GRID, select="tree_gold", mode="max", follow={"trl-sync": "tr-dpo-soft"}, replicate=TUNED_ON),
     scales={
-        "smoke": TrustRegionConfig(seeds=1, cases=("tree",), tree_steps=60, points=6, syncs=4),
+        "smoke": TrustRegionConfig(seeds=1, cases=("tree",), length=5, tuning_trees=1, tree_steps=60, points=6, syncs=4),
         "desk": TrustRegionConfig(),
         "paper": TrustRegionConfig(
             cases=("harmless",),
@@ -320,7 +333,7 @@ study = Study(
             alpha=0.6,
             text_steps=5000,
             text_batch=64,
-            text_lr=1e-6,
+            harmless_lr=1e-6,
             text_beta=0.05,
             num_gpus=8,
         ),
