@@ -120,14 +120,14 @@ def by_case(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """A result cut into one for each case of its study: numbers of different problems have no mean.
 
     The case is what stands before the first slash of a replicate's name, ``reviews/0``; replicates without a slash are
-    ``others``. A result of a single case stays whole, under ``""``. Of several, an arm that measured nothing in one, and lost
-    nothing there, is not in its result.
+    ``others``, or ``""`` where there are no other ones. A result of a single case stays whole. Of several, an arm that measured
+    nothing in one, and lost nothing there, is not in its result.
     """
     cases: dict[str, list[str]] = {}
     for name in result["replicates"]:
         cases.setdefault(name.partition("/")[0] if "/" in name else "others", []).append(name)
     if len(cases) < 2:
-        return {"": result}
+        return {case if case != "others" else "": result for case in cases or [""]}
 
     def part(names: list[str]) -> Mapping[str, Any]:
         arms = {}
