@@ -146,7 +146,7 @@ def _arms(result: Mapping[str, Any], case: str) -> str:
         cells = [_code(row.arm), *([_text(row.tuned)] if table.tuned else []), *map(joined, row.texts[:_MOST])]
         lines.append("| " + " | ".join([*cells, row.seconds_text[0], _text(row.trials)]) + " |")
     if more:
-        lines += ["", f"{more} more metrics are in `assay report`."]
+        lines += ["", f"{more} more metric{'s are' if more > 1 else ' is'} in `assay report`."]
     return "\n".join(lines)
 
 
