@@ -119,15 +119,17 @@ def failed(result: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
 def by_case(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """A result cut into one for each case of its study: numbers of different problems have no mean.
 
-    The case is what stands before the first slash of a replicate's name, ``reviews/0``; replicates without a slash are
-    ``others``, or ``""`` where there are no other ones. A result of a single case stays whole. Of several, an arm that measured
-    nothing in one, and lost nothing there, is not in its result.
+    The case is what stands before the first slash of a replicate's name, ``reviews/0``. A single replicate without a slash is a
+    case of its name, several are ``others``, or ``""`` where there are no other ones. A result of a single case stays whole. Of
+    several, an arm that measured nothing in one, and lost nothing there, is not in its result.
     """
+    plain = [name for name in result["replicates"] if "/" not in name]
     cases: dict[str, list[str]] = {}
     for name in result["replicates"]:
-        cases.setdefault(name.partition("/")[0] if "/" in name else "others", []).append(name)
+        alone = name if len(plain) == 1 else "others"
+        cases.setdefault(name.partition("/")[0] if "/" in name else alone, []).append(name)
     if len(cases) < 2:
-        return {case if case != "others" else "": result for case in cases or [""]}
+        return {"" if plain else case: result for case in cases or [""]}
 
     def part(names: list[str]) -> Mapping[str, Any]:
         arms = {}

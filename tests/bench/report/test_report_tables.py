@@ -218,7 +218,9 @@ def test_problems_are_never_averaged(sample, two_problems):
 
 
 def test_a_replicate_without_a_slash_is_one_of_others(two_problems):
-    two_problems["replicates"][-1] = "tree"
+    two_problems["replicates"][-1] = "bandits"
+    assert list(by_case(two_problems)) == ["reviews", "bandits"]
+    two_problems["replicates"] = ["reviews/0", "smap", "msl"]
     assert list(by_case(two_problems)) == ["reviews", "others"]
     two_problems["replicates"] = ["reviews/0", "reviews/1"]
     assert by_case(two_problems) == {"reviews": two_problems}
