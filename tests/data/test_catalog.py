@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from assay.data import available, load_images, load_preferences, load_reviews, load_series, load_text, needs
+from assay.data import available, load_images, load_letters, load_preferences, load_reviews, load_series, load_text, needs
 from assay.data.image_sets import LOADERS
 
 
@@ -15,6 +15,7 @@ def test_every_name_has_a_loader_and_what_is_present_loads():
         "series": load_series,
         "reviews": load_reviews,
         "preferences": load_preferences,
+        "letters": load_letters,
     }
     for data in available():
         assert data.licence

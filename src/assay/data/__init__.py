@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = lazy.attach(
     submod_attrs={
         "catalog": ["DataSet", "available"],
         "images": ["Images", "load_images"],
+        "letters": ["Letters", "load_letters"],
         "needs": ["needs"],
         "places": ["DataUnavailable", "cache_home", "find"],
         "preferences": ["PreferencePair", "Preferences", "load_preferences"],

@@ -62,6 +62,14 @@ _TABLE = (
         "https://huggingface.co/datasets/Anthropic/hh-rlhf",
         places=("preferences/hh_harmless_base_test.jsonl.gz", "hh-rlhf/harmless-base/test.jsonl.gz"),
     ),
+    DataSet(
+        "letters",
+        "letters",
+        "20,000 printed capital letters of 20 fonts, sixteen numbers each",
+        "CC BY 4.0",
+        "https://archive.ics.uci.edu/dataset/59/letter+recognition",
+        places=tuple(f"{folder}/letter-recognition.data" for folder in ("letters", "letter-recognition")),
+    ),
     _images("digits", "1,797 handwritten digits, 8×8 grey", "CC BY 4.0", "scikit-learn (UCI Optical Digits)"),
     _images(
         "mnist",
