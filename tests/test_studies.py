@@ -25,10 +25,11 @@ def test_smoke(method, records):
     seconds = time.perf_counter() - started
     assert not failed(result), failed(result)[0][2].get("trace")
     if os.environ.get("CI"):
-        skipped = [
-            a for a, body in result["arms"].items() if any(r["status"] == "skipped" for r in body["replicates"].values())
-        ]
-        assert not skipped
+        records_of = {arm: body["replicates"].values() for arm, body in result["arms"].items()}
+        skipped = {a: [r["error"] for r in of if r["status"] == "skipped"] for a, of in records_of.items()}
+        assert {a: why for a, why in skipped.items() if any("pip install" in reason for reason in why)} == {}
+        # an arm may be none of some cases, but not of all
+        assert [a for a, why in skipped.items() if len(why) == len(records_of[a])] == []
     # ten seconds on two free cores; tests share them
     assert seconds < 25, f"smoke took {seconds:.0f} s"
 

@@ -290,6 +290,16 @@ def test_an_edited_case_is_not_answered_with_the_old_ones_numbers(toy, records, 
     assert seen == [1, 2, 1, 3, 6, 3]
 
 
+def test_an_edit_within_the_second_and_of_the_same_length_is_seen(tmp_path):
+    path = tmp_path / "mine.py"
+    seen = []
+    for number in (1, 3):
+        path.write_text(f"x = {number}")
+        os.utime(path, (1e9, 1e9))
+        seen.append(load_object(f"{path}:x", "--case"))
+    assert seen == [1, 3]
+
+
 def test_an_edited_file_that_a_setting_names_is_read_again(toy, records, tmp_path):
     module = sys.modules[toy.trial.__module__]
     path = tmp_path / "x.txt"
