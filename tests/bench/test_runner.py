@@ -290,7 +290,8 @@ def test_an_edited_case_is_not_answered_with_the_old_ones_numbers(toy, records, 
     assert seen == [1, 2, 1, 3, 6, 3]
 
 
-def test_an_edit_within_the_second_and_of_the_same_length_is_seen(tmp_path):
+def test_an_edit_within_the_second_and_of_the_same_length_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = tmp_path / "mine.py"
     seen = []
     for number in (1, 3):
