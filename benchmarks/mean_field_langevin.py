@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from assay.bench.speed import Contest
 from assay.optim import MeanFieldLangevinRegressor
 
-STEPS, D, M = 100, 30, 100
+STEPS, D, M = 500, 30, 100
 
 
 @cache

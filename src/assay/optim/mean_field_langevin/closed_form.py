@@ -46,7 +46,7 @@ class ClosedForm:
         value, slope = self.activation.with_slope(_project(x, W))  # (K, n, 2m)
         losses, residual = loss(self.output_scale * _mean(value, W), target)
         slope *= (residual * weight)[..., None]
-        return losses @ weight, torch.matmul(slope.mT, x).view_as(W)
+        return losses @ weight, _product(slope.mT, x).view_as(W)
 
     def input_gradients(self, W: Tensor, x: Tensor) -> Tensor:
         """Gradients of every output by the inputs, ``(K, n, D)``."""
@@ -57,7 +57,13 @@ class ClosedForm:
 
 def _project(x: Tensor, W: Tensor) -> Tensor:
     """``(K, n, 2m)``."""
-    return torch.matmul(x, W.flatten(1, 2).mT)
+    vectors = W.flatten(1, 2)
+    return torch.mm(x, vectors[0].T)[None] if len(W) == 1 else torch.matmul(x, vectors.mT)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``(K, p, n)`` by ``(n, q)``. A batch of one is no batch: the batched product has one thread for each of its entries."""
+    return torch.mm(a[0], b)[None] if len(a) == 1 else torch.matmul(a, b)
 
 
 def _mean(value: Tensor, W: Tensor) -> Tensor:
