@@ -197,3 +197,11 @@ def test_completion_knows_the_methods():
     env = {**os.environ, "_ASSAY_COMPLETE": "complete_bash", "COMP_WORDS": "assay run so", "COMP_CWORD": "2"}
     ran = subprocess.run([program], env=env, capture_output=True, text=True)
     assert "soap" in ran.stdout.split()
+
+
+def test_a_methods_import_is_that_of_its_pages_example():
+    for method in catalog.methods().values():
+        names = set(method.import_line.partition(" import ")[2].split(", "))
+        assert names <= set(method.public_names), method.slug
+    assert catalog.methods()["power"].import_line == "from assay.alignment import POWERConfig, POWERTrainer"
+    assert catalog.methods()["soap"].import_line == "from assay.optim import SOAP"

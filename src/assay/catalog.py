@@ -72,7 +72,12 @@ class Method:
 
     @property
     def import_line(self) -> str:
+        """What the page's own example imports first; without one, up to three public names."""
         home = self.module.rpartition(".")[0] if self.module.startswith("assay.") else self.module
+        page = self.folder / "README.md"
+        for line in page.read_text(encoding="utf-8").splitlines() if page.is_file() else ():
+            if line.startswith(f"from {home} import ") and "(" not in line:
+                return line
         return f"from {home} import {', '.join(self.public_names[:3])}" if self.public_names else f"import {self.module}"
 
 
