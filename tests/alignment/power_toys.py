@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -94,3 +95,6 @@ if __name__ == "__main__":  # torchrun power_toys.py FOLDER '{"setting": ...}'
     result = {"weights": weights(made), "labels": labels.labels, "visits": labels.visits}
     result["log"] = [line["labels/mean"] for line in made.state.log_history if "labels/mean" in line]
     torch.save(result, out / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the group, and abort a process that ends as usual

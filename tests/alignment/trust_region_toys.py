@@ -1,6 +1,7 @@
 """A tiny Llama, made-up preference rows and settings for the trainers' tests; also the script that torchrun starts."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -94,3 +95,4 @@ if __name__ == "__main__":  # under torchrun: what each process ends with
         ends[name] = {"weights": weights(trainer), "losses": losses, "hits": trainer._cache.hits if trainer._cache else 0}
     torch.save(ends, folder / f"ends-{distributed.get_rank()}.pt")
     distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the group, and abort a process that ends as usual
