@@ -210,13 +210,16 @@ def sharpening(delta: str) -> Callable[[Replicate], float | None]:
     )
 
 
-def one_class_claims(case: str, model: str) -> list[Claim]:
-    """What the paper says of a model trained on one class, for the transformer and for linear attention alike."""
-    learnt = Claim(
+def learnt_its_class(case: str, model: str) -> Claim:
+    return Claim(
         f"The {model} learnt the class it was trained on: error/d at k = 3d (predicting 0 has 1)",
         statistic=metric(case, "icl", "A_3d"),
         holds=at_most(0.25),
     )
+
+
+def one_class_claims(case: str, model: str, learnt: Claim) -> list[Claim]:
+    """What the paper says of a model trained on one class, for the transformer and for linear attention alike."""
     claims = [
         Claim(
             f"The {model} does not learn the unseen class: error/d at k = 4d (predicting 0 has 1)",
@@ -255,7 +258,8 @@ def one_class_claims(case: str, model: str) -> list[Claim]:
     return claims
 
 
-LEARNT = one_class_claims("regression", "transformer")[0].gates[0]
+TRANSFORMER_LEARNT = learnt_its_class("regression", "transformer")
+ATTENTION_LEARNT = learnt_its_class("attention", "linear attention")
 study = Study(
     prepare=prepare,
     trial=trial,
@@ -279,15 +283,15 @@ study = Study(
         "reversed labels and on synthetic word classification: give `ood_report` a function that writes the prompt as text."
     ),
     claims=[
-        *one_class_claims("regression", "transformer"),
+        *one_class_claims("regression", "transformer", TRANSFORMER_LEARNT),
         Claim(
             "Training on both classes makes the difference: error on the unseen class at k = 4d, trained on both / on one",
             published="0.001 at d = 20, k = 3d",
             statistic=ratio("regression", ("icl_AB", "B_4d"), ("icl", "B_4d")),
             holds=at_most(0.6),
-            gates=(LEARNT,),
+            gates=(TRANSFORMER_LEARNT,),
         ),
-        *one_class_claims("attention", "linear attention"),
+        *one_class_claims("attention", "linear attention", ATTENTION_LEARNT),
         Claim(
             "The Bayesian learner selects the component of lowest error: its weight at the last k above that at k = 1, δ = 1/81",
             published="yes",
