@@ -277,9 +277,12 @@ def test_the_probe_reads_what_the_model_says():
 def test_the_probe_leaves_the_mode_of_the_model():
     model, tok = load_language_model("tiny-gpt2")
     model.train()
+    layer_stack(model)[1][0].eval()  # as a user freezes a part
+    modes = [module.training for module in model.modules()]
     probe = AssociationProbe([("The answer is", "y", "n")])
     first = probe.evaluate(model, tok)
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
+    assert len(set(modes)) == 2
     assert probe.evaluate(model, tok) == first  # no dropout
 
 

@@ -25,6 +25,7 @@ from assay.language.rope_frequencies import (
     partial_inv_freq,
     rope_ablate,
     rotary_frequencies,
+    rotary_layers,
     theory,
 )
 
@@ -358,3 +359,12 @@ def test_every_turning_pair_turns_against_its_content():
         theory.semantic_horizon(10_000.0, 7)
     with pytest.raises(ValueError, match="base"):
         theory.semantic_horizon(0.0, 8)
+
+
+def test_looking_at_a_model_leaves_each_modules_mode():
+    model = llama().train()
+    model.model.layers[0].eval()  # as a user freezes a part
+    modes = [module.training for module in model.modules()]
+    rotary_layers(model)
+    assert [module.training for module in model.modules()] == modes
+    assert len(set(modes)) == 2

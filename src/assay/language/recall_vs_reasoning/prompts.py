@@ -165,13 +165,14 @@ def last_logits(model: Any, ids: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation(model: Any) -> Iterator[None]:
-    """A model in evaluation mode; in its own mode again afterwards."""
-    training = model.training
+    """A model in evaluation mode; afterwards every module is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
 def _continuation(tok: Any, prompt: str, ids: list[int], text: str, several: list[str]) -> int:

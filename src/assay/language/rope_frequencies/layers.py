@@ -124,12 +124,13 @@ def _one_token(model: PreTrainedModel, modules: list[nn.Module], position: int) 
 
 
 def decoder_forward(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> None:
-    """The decoder without its head, whose logits nobody here needs; dropout off, as it was afterwards."""
-    training = model.training
+    """The decoder without its head, whose logits nobody here needs; dropout off, every module as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval().base_model(input_ids=input_ids, use_cache=False, **kwargs)
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
 def _frequencies(
