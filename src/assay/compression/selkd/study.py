@@ -302,7 +302,7 @@ study = Study(
         "open-alternate-raw": Selective("open", {"solver": "alternate", "normalise_teacher": False}),
         "open-released": Released("open"),
     },
-    tune=Tune("lr", (3.16e-3, 1e-2, 3.16e-2), select="chosen_on", mode="max"),
+    tune=Tune("lr", (3.16e-3, 1e-2, 3.16e-2, 1e-1), select="chosen_on", mode="max"),
     replicates=lambda config: [f"{case}/{seed}" for case in config.cases for seed in range(config.seeds)],
     scales={
         "smoke": SelKDConfig(cases=("hard",), seeds=1, shots=(20,), draws=1, steps=100, teacher_steps=300),
