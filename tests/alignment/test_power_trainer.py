@@ -411,3 +411,15 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     logged = [line["labels/mean"] for line in alone.state.log_history if "labels/mean" in line]
     assert ranks[0]["log"] == pytest.approx(logged, abs=1e-5)
     assert max(logged) < 1
+
+
+def test_drawing_a_baseline_leaves_each_modules_mode():
+    from assay.alignment.power.baseline import _drawn
+
+    tokenizer = toys.tokenizer()
+    model = toys.model().train()
+    model.get_input_embeddings().eval()  # as a user freezes a part
+    modes = [module.training for module in model.modules()]
+    answers = _drawn(model, tokenizer, [(3, 4), (5,)], 3, 0, 2)
+    assert len(answers) == 2
+    assert [module.training for module in model.modules()] == modes

@@ -273,16 +273,22 @@ def test_the_reference_inside_an_adapted_model_has_no_dropout(tiny, tmp_path):
     settings = {"n": 3, "bound": "exact", "disable_dropout": False}
     trainer = build(save_gpt2(tiny), tmp_path, cdf=known(), more={"peft_config": lora}, **settings)
     trainer.model.train()
+    frozen = next(module for module in trainer.model.modules() if isinstance(module, torch.nn.LayerNorm))
+    frozen.eval()
     twice = [trainer._reference_logps(["a b"] * 8, [[3, 4, 5, 2]] * 8) for _ in range(2)]
     assert torch.equal(*twice)
     assert trainer.model.training
+    assert not frozen.training
 
 
 def test_best_of_n_and_tables_do_not_depend_on_how_the_work_is_shared(tiny):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    model.train().get_input_embeddings().eval()  # as a user freezes a part
+    modes = [module.training for module in model.modules()]
     best = best_of_n(model, tokenizer, PROMPTS, reward, n=8, max_new_tokens=4, batch_size=16)
+    assert [module.training for module in model.modules()] == modes
     one = best_of_n(model, tokenizer, PROMPTS, reward, n=1, max_new_tokens=4)
     assert sum(reward(PROMPTS, best)) > sum(reward(PROMPTS, one))
     settings = {"m": 8, "batch_size": 8, "max_new_tokens": 4}

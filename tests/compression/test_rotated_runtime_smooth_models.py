@@ -101,6 +101,15 @@ def test_rotation_spreads_a_spike():
     assert row.max() < 1.2 * 100 / 48**0.5
 
 
+def test_rotation_leaves_each_modules_mode():
+    model = build("llama").train()
+    model.model.layers[0].mlp.eval()  # as a user freezes a part
+    modes = [module.training for module in model.model.layers[0].modules()]
+    rotate_model(model)
+    assert model.training
+    assert [module.training for module in model.model.layers[0].modules()] == modes
+
+
 def gemma():
     config = Gemma3TextConfig(**SIZES, num_attention_heads=4, head_dim=16, layer_types=["full_attention", "sliding_attention"])
     torch.manual_seed(0)

@@ -32,7 +32,8 @@ def with_drawn_baseline(
 def _drawn(
     model: Any, tokenizer: Any, prompts: list[tuple[int, ...]], tokens: int, seed: int, batch: int
 ) -> list[list[int]]:  # fmt: skip
-    device, training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    modes = [(module, module.training) for module in model.modules()]
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     answers: list[list[int]] = []
     model.eval()
@@ -49,5 +50,6 @@ def _drawn(
             )  # fmt: skip
             for new in out[:, width:].tolist():
                 answers.append(new[: new.index(eos) + 1] if eos in new else new)
-    model.train(training)
+    for module, training in modes:
+        module.training = training
     return answers

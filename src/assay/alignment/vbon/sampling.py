@@ -1,6 +1,7 @@
 """Many completions of each prompt from a Hugging Face model, for tables of rewards and for best-of-N itself."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,9 +75,7 @@ def sampled(
     at_once = max(1, batch_size // per_prompt)
     device = next(model.parameters()).device
     settings = {**plain_sampling(), "pad_token_id": pad, **gen}
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for group, start in enumerate(range(0, len(prompts), at_once)):
             if group % share[1] != share[0]:
                 continue
@@ -98,8 +97,6 @@ def sampled(
                     for k in range(len(which)):
                         texts[k] += decoded[k * count : (k + 1) * count]
             yield which, [text for row in texts for text in row]
-    finally:
-        model.train(training)
 
 
 def plain_sampling() -> dict[str, Any]:
@@ -128,3 +125,15 @@ def checked_rewards(rewards: Any, expected: int) -> torch.Tensor:
     if tensor.isnan().any():
         raise ValueError(f"reward_fn returned NaN for {int(tensor.isnan().sum())} of {expected} completions")
     return tensor
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode for the length of a block; then each module's own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .cdf import RewardCDF, prompt_key, shown
 from .reward import VBoNReward, kl_coefficient
+from .sampling import evaluating
 
 
 @dataclass
@@ -183,13 +184,8 @@ class VBoNTrainer(trl.RLOOTrainer):
         from trl.trainer.utils import use_adapter
 
         model = self.accelerator.unwrap_model(self.model)
-        training = model.training
-        model.eval()
-        try:
-            with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-                yield model
-        finally:
-            model.train(training)
+        with evaluating(model), use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            yield model
 
     @torch.no_grad()
     def _reference_logps(self, prompts: Sequence[Any], completion_ids: Sequence[list[int]]) -> Tensor:

@@ -240,9 +240,10 @@ def _haar(size: int, generator: torch.Generator) -> Tensor:
 def _probe(model: Any) -> Tensor:
     size = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, 9, device=model.device).mul(size // 11 or 1).remainder(size)[None]
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     logits = model.eval()(input_ids=ids, use_cache=False).logits.double()
-    model.train(training)
+    for module, training in modes:
+        module.training = training
     return logits
 
 
